@@ -1,0 +1,1 @@
+"""Triton kernels, imported as ``rocm_dp.kernels``. Nothing here imports the rest of ``rocm_dp``."""

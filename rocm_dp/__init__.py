@@ -1,0 +1,82 @@
+"""Variable-length gather and combine around MoE layers, for data-parallel attention on AMD GPUs.
+
+The names below are loaded on first use: ``import rocm_dp`` needs neither torch nor a GPU, and the plans and
+layouts never do.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from rocm_dp.version import __version__
+
+if TYPE_CHECKING:
+    from rocm_dp.agree import Agreement, StepRules, agree, confirm
+    from rocm_dp.exchange import TokenExchange
+    from rocm_dp.groups import Groups
+    from rocm_dp.layout import RankLayout
+    from rocm_dp.options import ExchangeStats, Options
+    from rocm_dp.overlap import interleave
+    from rocm_dp.pending import Pending
+    from rocm_dp.plan import PaddingMode, Phase, TokenPlan, choose_padding
+    from rocm_dp.routing import TransportVerdict
+
+_HOMES = {
+    "Agreement": "agree",
+    "ExchangeStats": "options",
+    "Groups": "groups",
+    "Options": "options",
+    "PaddingMode": "plan",
+    "Pending": "pending",
+    "Phase": "plan",
+    "RankLayout": "layout",
+    "StepRules": "agree",
+    "TokenExchange": "exchange",
+    "TokenPlan": "plan",
+    "TransportVerdict": "routing",
+    "agree": "agree",
+    "choose_padding": "plan",
+    "confirm": "agree",
+    "interleave": "overlap",
+}
+
+__all__ = [
+    "Agreement",
+    "ExchangeStats",
+    "Groups",
+    "Options",
+    "PaddingMode",
+    "Pending",
+    "Phase",
+    "RankLayout",
+    "StepRules",
+    "TokenExchange",
+    "TokenPlan",
+    "TransportVerdict",
+    "__version__",
+    "agree",
+    "choose_padding",
+    "confirm",
+    "interleave",
+]
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'rocm_dp' has no attribute {name!r}")
+    try:
+        return getattr(import_module(f"rocm_dp.{home}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"rocm_dp.{name} needs torch, which rocm_dp never installs by itself: use the image's own on ROCm, "
+            "or pip install 'rocm-dp[cpu]'",
+            name="torch",
+        ) from error
+
+
+def __dir__() -> list[str]:
+    return __all__
