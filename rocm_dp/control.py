@@ -1,0 +1,127 @@
+"""The control plane: one fixed-size packet from every rank, read by all of them, or a named error.
+
+Every decision that ranks must share (groups, plans, options) goes through here, so a rank that calls something
+else is seen at once: its packet carries another operation.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from rocm_dp.errors import ClosedError, ConfigError, RankMismatchError
+from rocm_dp.plan import digest64
+from rocm_dp.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+WORDS = 16  # int64 words of a packet: version, operation, then up to 14 fields
+_VERSION = digest64(f"rocm_dp {__version__}".encode())
+_GRACE_S = 2.0  # after a failure: how long to wait for what the other ranks say of it
+
+
+class Op(IntEnum):
+    """What a rank is doing when it sends a packet."""
+
+    GROUPS = 1
+    EXCHANGE = 2
+    AGREE = 3
+    CONFIRM = 4
+    SIGNATURE = 5
+    GATHER = 6
+    GATHER_MANY = 7
+    COMBINE = 8
+
+
+class Control:
+    """The control plane over one gloo group. Calls are collective; after a failure it can't be used again."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        if dist.get_backend(group) != "gloo":
+            raise ConfigError(f"the cpu group must be gloo, got {dist.get_backend(group)}")
+        self._group = group
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._mine = torch.zeros(WORDS, dtype=torch.int64)
+        self._all = torch.zeros(self._size, WORDS, dtype=torch.int64)
+        self._failure: str | None = None
+
+    def call(self, op: Op, fields: Mapping[str, int]) -> list[dict[str, int]]:
+        """Send this rank's ``fields`` (int64 each, at most 14) and return those of every rank, by rank.
+
+        Raises RankMismatchError on every rank when one sent another operation, runs another version of
+        rocm_dp, or did not come within the group's timeout; ClosedError after such a failure.
+        """
+        if self._failure:
+            raise ClosedError(f"the control plane can't be used after: {self._failure}")
+        words = [_VERSION, op, *fields.values()]
+        self._mine[: len(words)] = torch.tensor(words, dtype=torch.int64)
+        doing = f"{op.name.lower()}({', '.join(f'{name}={value}' for name, value in fields.items())})"
+        try:
+            dist.all_gather(list(self._all.unbind()), self._mine, group=self._group)
+        except RuntimeError as error:
+            raise self.lost(doing) from error
+        rows: list[list[int]] = self._all.tolist()
+        self._check_same("version of rocm_dp (hashed)", [row[0] for row in rows])
+        self._check_same("call", [_op_name(row[1]) for row in rows])
+        return [dict(zip(fields, row[2:], strict=False)) for row in rows]
+
+    def call_equal(self, op: Op, fields: Mapping[str, int], *, shown: Mapping[str, object] | None = None) -> None:
+        """Like ``call``, and raise RankMismatchError unless every field is equal on all ranks.
+
+        ``shown`` replaces a field's own hashed value in the message with something a person can read.
+        """
+        rows = self.call(op, fields)
+        for name in fields:
+            values = [row[name] for row in rows]
+            readable = f", here {shown[name]}" if shown and name in shown else ""
+            self._check_same(f"{name} in {op.name.lower()}{readable}", values)
+
+    def lost(self, doing: str) -> RankMismatchError:
+        """Return the error for a collective that failed or timed out, with what every rank was doing.
+
+        Each rank that failed leaves a line in the group's store and reads those of the others for a short
+        while; a rank that left none is still elsewhere, or gone.
+        """
+        said: dict[int, object] = dict.fromkeys(range(self._size), "no answer: still elsewhere, or gone")
+        said[self._rank] = doing
+        try:
+            said.update(_share_lines(self._group, self._rank, self._size, doing))
+        except (RuntimeError, AttributeError, KeyError) as error:
+            doing += f" (the store is gone too: {type(error).__name__})"
+        lines = "; ".join(f"rank {rank}: {line}" for rank, line in said.items())
+        self._failure = f"a collective failed or timed out in {doing}"
+        return RankMismatchError(f"{self._failure}; {lines}", said)
+
+    def _check_same(self, what: str, values: Sequence[object]) -> None:
+        check_same(what, dict(enumerate(values)))
+
+
+def check_same(what: str, values: Mapping[int, object]) -> None:
+    """Raise RankMismatchError, with each rank's value, unless all are equal."""
+    if len(set(values.values())) > 1:
+        lines = ", ".join(f"rank {rank}: {value}" for rank, value in values.items())
+        raise RankMismatchError(f"ranks disagree on {what}: {lines}", values)
+
+
+def _op_name(word: int) -> str:
+    return Op(word).name.lower() if word in Op._value2member_map_ else f"unknown operation {word}"
+
+
+def _share_lines(group: dist.ProcessGroup, rank: int, size: int, line: str) -> dict[int, str]:
+    # The group itself is broken by now; its store is what is left to talk over.
+    store = dist.distributed_c10d._get_process_group_store(group)
+    store.set(f"rocm_dp/lost/{rank}", line)
+    missing, found = set(range(size)), {}
+    deadline = time.monotonic() + _GRACE_S
+    while missing and time.monotonic() < deadline:
+        for other in sorted(missing):
+            if store.check([f"rocm_dp/lost/{other}"]):
+                found[other] = store.get(f"rocm_dp/lost/{other}").decode()
+                missing.discard(other)
+        time.sleep(0.02)
+    return found
