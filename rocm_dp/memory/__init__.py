@@ -1,0 +1,1 @@
+"""Buffers and events that are made once and used for ever."""

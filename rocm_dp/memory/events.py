@@ -1,0 +1,134 @@
+"""Events that are made once, and a bound on how far the host may run ahead of them.
+
+KFD allows 4096 signal events per process. Every recorded event that the device has not reached pins one, and so
+does every live one, so both the number of events and the number of records in flight are bounded here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Protocol
+
+from rocm_dp.errors import ConfigError, EventPoolExhausted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+FENCES = 8
+
+
+class Event(Protocol):
+    """What is used of ``torch.cuda.Event``; ``stream`` None is the current one."""
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Mark the work queued on ``stream`` so far."""
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Make ``stream`` wait for the marked work."""
+
+    def query(self) -> bool:
+        """Return whether the marked work is done."""
+
+    def synchronize(self) -> None:
+        """Make the host wait for the marked work."""
+
+
+class InlineEvent:
+    """The event of a device whose work is done when its call returns: the CPU."""
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Do nothing: the work before it is done."""
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Do nothing: the marked work is done."""
+
+    def query(self) -> bool:
+        """Return True: the marked work is done."""
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: the marked work is done."""
+
+
+class EventPool:
+    """Makes events on demand up to ``cap``, knows who holds each, and hands returned ones out again."""
+
+    def __init__(self, make: Callable[[], Event], *, cap: int) -> None:
+        if not 1 <= cap < 4096:
+            raise ConfigError(f"an event pool's cap must lie in [1, 4096), got {cap}")
+        self._make, self._cap = make, cap
+        self._free: list[Event] = []
+        self._owners: dict[int, str] = {}
+        self.made = 0
+
+    @property
+    def held(self) -> int:
+        """Events handed out and not yet given back."""
+        return len(self._owners)
+
+    def take(self, owner: str) -> Event:
+        """Hand out an event to ``owner``; raise EventPoolExhausted, naming who holds what, past the cap."""
+        if not self._free:
+            if self.made == self._cap:
+                held = ", ".join(f"{name} {n}" for name, n in Counter(self._owners.values()).most_common())
+                raise EventPoolExhausted(f"{owner} needs an event, all {self._cap} are held: {held}")
+            self._free.append(self._make())
+            self.made += 1
+        event = self._free.pop()
+        self._owners[id(event)] = owner
+        return event
+
+    def give_back(self, event: Event) -> None:
+        """Take back an event that nothing waits for any more."""
+        del self._owners[id(event)]
+        self._free.append(event)
+
+
+class RunAheadLimit:
+    """Keeps the records in flight at or under ``limit`` by waiting on old fences, never on the newest work.
+
+    After every ``limit // FENCES`` records one of ``FENCES`` fences is recorded on the comm stream. A fence that
+    has passed proves that all records before it have, so the host waits on the oldest fence, and only when all
+    of them are outstanding.
+    """
+
+    def __init__(self, events: EventPool, *, limit: int) -> None:
+        if not 2 * FENCES <= limit < 4096:
+            raise ConfigError(f"max_in_flight must lie in [{2 * FENCES}, 4096), got {limit}")
+        self._events = events
+        self._stride = limit // FENCES
+        self._spare = [events.take("run-ahead fences") for _ in range(FENCES)]
+        self._outstanding: deque[tuple[int, Event]] = deque()
+        self._issued = self._fenced = self._passed = 0
+
+    @property
+    def in_flight(self) -> int:
+        """Records that may not have been reached by the device yet (an upper bound)."""
+        return self._issued - self._passed
+
+    def note(self, records: int, stream: torch.cuda.Stream | None) -> None:
+        """Count one or two ``records`` made before or on ``stream``; wait for the oldest fence if need be."""
+        self._issued += records
+        if self._issued - self._fenced < self._stride - 1:
+            return
+        if not self._spare:
+            self._passed, oldest = self._outstanding.popleft()
+            oldest.synchronize()
+            self._spare.append(oldest)
+        fence = self._spare.pop()
+        fence.record(stream)
+        self._issued += 1
+        self._fenced = self._issued
+        self._outstanding.append((self._issued, fence))
+
+    def close(self) -> None:
+        """Give the fences back once the device has passed them."""
+        for _, fence in self._outstanding:
+            fence.synchronize()
+        for fence in (*self._spare, *(fence for _, fence in self._outstanding)):
+            self._events.give_back(fence)
+        self._spare.clear()
+        self._outstanding.clear()
+        self._passed = self._issued

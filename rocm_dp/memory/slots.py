@@ -1,0 +1,117 @@
+"""Slots: one buffer and two events for each (verb, batch), made once and used for ever."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+
+from rocm_dp.errors import CapacityError, SlotBusyError
+
+if TYPE_CHECKING:
+    from rocm_dp.memory.events import Event, EventPool
+
+_GROWTH = 1.5  # so that slowly rising counts grow a buffer a few times, not at every new maximum
+
+
+class Slot:
+    """The buffer of one (verb, batch), and the events that order its use on the comm stream."""
+
+    __slots__ = ("buffer", "done", "generation", "inputs", "key", "ready")
+
+    def __init__(self, key: tuple[str, int], buffer: torch.Tensor, ready: Event, done: Event) -> None:
+        self.key, self.buffer, self.ready, self.done = key, buffer, ready, done
+        self.generation = 0
+        # The tensors that the comm stream still reads; not None while a Pending is outstanding.
+        self.inputs: tuple[torch.Tensor, ...] | None = None
+
+    def view(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the first ``rows`` rows of ``width`` elements as a contiguous tensor over the buffer."""
+        return self.buffer[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
+
+
+class SlotPool:
+    """Makes slots on first use and grows them when allowed; nothing is allocated after warm-up."""
+
+    def __init__(self, device: torch.device, events: EventPool) -> None:
+        self._device, self._events = device, events
+        self._slots: dict[tuple[str, int], Slot] = {}
+        self._outgrown: deque[tuple[torch.Tensor, Event]] = deque()
+        self.buffers_made = 0
+        self.growths = 0
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, outgrown ones that are still waited for included."""
+        live = sum(slot.buffer.numel() for slot in self._slots.values())
+        return live + sum(buffer.numel() for buffer, _ in self._outgrown)
+
+    def take(self, verb: str, batch: int, nbytes: int, *, reserve: int | None = None) -> Slot:
+        """Return the slot of (verb, batch) for its next use, with room for ``nbytes``.
+
+        ``reserve``: allocate exactly so many bytes, once, and never grow; None: grow as needed. Raises
+        SlotBusyError while the last use is outstanding, CapacityError for more than was reserved or for a
+        growth while a graph is captured.
+        """
+        slot = self._slots.get((verb, batch))
+        if slot is not None and slot.inputs is not None:
+            raise SlotBusyError(
+                f"{verb} of batch {batch} is still in flight: wait() for its Pending before the next call"
+            )
+        if reserve is not None and nbytes > reserve:
+            raise CapacityError(f"{verb} needs {nbytes} bytes, {reserve} are reserved")
+        if slot is None:
+            slot = self._make(verb, batch, nbytes if reserve is None else reserve)
+        elif slot.buffer.numel() < nbytes:
+            self._grow(slot, nbytes)
+        slot.generation += 1
+        return slot
+
+    def busy(self) -> list[Slot]:
+        """Return the slots whose Pending is outstanding."""
+        return [slot for slot in self._slots.values() if slot.inputs is not None]
+
+    def close(self) -> None:
+        """Drop every buffer and give every event back; the caller has ordered the streams."""
+        for slot in self._slots.values():
+            self._events.give_back(slot.ready)
+            self._events.give_back(slot.done)
+        for _, done in self._outgrown:
+            self._events.give_back(done)
+        self._slots.clear()
+        self._outgrown.clear()
+
+    def _make(self, verb: str, batch: int, nbytes: int) -> Slot:
+        owner = f"slot ({verb}, {batch})"
+        buffer = self._allocate(nbytes)
+        slot = Slot((verb, batch), buffer, self._events.take(owner), self._events.take(owner))
+        self._slots[verb, batch] = slot
+        return slot
+
+    def _grow(self, slot: Slot, nbytes: int) -> None:
+        self._sweep()
+        buffer = self._allocate(max(nbytes, int(slot.buffer.numel() * _GROWTH)))
+        done = self._events.take(f"slot {slot.key}")
+        # The comm stream may still write the old buffer: keep it until its last done event has passed.
+        self._outgrown.append((slot.buffer, slot.done))
+        slot.buffer, slot.done = buffer, done
+        self.growths += 1
+
+    def _sweep(self) -> None:
+        while self._outgrown and self._outgrown[0][1].query():
+            self._events.give_back(self._outgrown.popleft()[1])
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CapacityError(
+                f"a buffer of {nbytes} bytes would be allocated while a graph is captured: reserve() first"
+            )
+        # An inference tensor could not be written outside inference mode later.
+        with torch.inference_mode(mode=False):
+            buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self.buffers_made += 1
+        return buffer

@@ -1,0 +1,47 @@
+"""How several tensors of mixed dtypes and widths travel as one: a byte row for each token."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rocm_dp.errors import TensorError
+from rocm_dp.transports.collectives import as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+_ALIGN = 16  # bytes: every field starts where a 16-byte access may
+
+
+class MessageLayout:
+    """Where each field ``(width, dtype)`` lies in a byte row of ``row_bytes``.
+
+    >>> MessageLayout([(3, torch.bfloat16), (2, torch.int64)]).row_bytes
+    32
+    """
+
+    def __init__(self, fields: Sequence[tuple[int, torch.dtype]]) -> None:
+        if not fields:
+            raise TensorError("gather_many needs at least one tensor, got none")
+        self.fields = tuple(fields)
+        self._spans: list[slice] = []
+        offset = 0
+        for width, dtype in self.fields:
+            nbytes = width * dtype.itemsize
+            if nbytes < 1:
+                raise TensorError(f"every tensor of gather_many needs a width of at least 1, got {width}")
+            self._spans.append(slice(offset, offset + nbytes))
+            offset += -(-nbytes // _ALIGN) * _ALIGN
+        self.row_bytes = offset
+
+    def pack(self, packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Copy ``tensors`` [L, width] into ``packed`` uint8 [L, row_bytes]."""
+        for span, tensor in zip(self._spans, tensors, strict=True):
+            packed[:, span].copy_(as_bytes(tensor))
+
+    def unpack(self, tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+        """Copy ``packed`` uint8 [G, row_bytes] into ``tensors`` [G, width]."""
+        for span, tensor in zip(self._spans, tensors, strict=True):
+            as_bytes(tensor).copy_(packed[:, span])

@@ -1,0 +1,55 @@
+"""What a TokenExchange can be told, and what it tells of itself. Plain values, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rocm_dp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Options of a TokenExchange; equal on all ranks.
+
+    ``transport``: use this one and no other (None: the first in the table that can). ``max_events``: cap of the
+    event pool. ``max_in_flight``: how many event records the host may run ahead of the device. ``confirm_calls``:
+    before each call compare verb, batch and plan over the control plane, so that ranks that diverge get a named
+    error in place of a hang (a round trip on the CPU for each call: for tests and validation).
+    ``poison``: fill each returned buffer with 0xFF (NaN in every float dtype) before it is written.
+
+    Raises ConfigError for values out of range.
+    """
+
+    transport: str | None = None
+    max_events: int = 256
+    max_in_flight: int = 1024
+    confirm_calls: bool = False
+    poison: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_events < 4096:
+            raise ConfigError(f"max_events must lie in [1, 4096), got {self.max_events}")
+        if not 16 <= self.max_in_flight < 4096:
+            raise ConfigError(f"max_in_flight must lie in [16, 4096), got {self.max_in_flight}")
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeStats:
+    """Everything a TokenExchange ever made; after warm-up only ``calls`` may change.
+
+    ``slots`` (verb, batch) pairs in use; ``buffers_made`` allocations ever; ``buffer_bytes`` held now;
+    ``growths`` buffers outgrown; ``events_made`` / ``events_held``; ``streams_made``; ``records_in_flight``
+    event records that the device may not have reached; ``pendings`` calls not waited for; ``calls`` verbs
+    issued, by transport and verb.
+    """
+
+    slots: int
+    buffers_made: int
+    buffer_bytes: int
+    growths: int
+    events_made: int
+    events_held: int
+    streams_made: int
+    records_in_flight: int
+    pendings: int
+    calls: tuple[tuple[str, int], ...]
