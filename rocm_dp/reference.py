@@ -1,0 +1,83 @@
+"""The verbs in one process, on a list of every rank's tensors: the oracle that all claims are checked against.
+
+Lists are ordered by world rank, ``(dp_rank * cp_size + cp_rank) * tp_size + tp_rank``. Sums are made in float64.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rocm_dp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rocm_dp.plan import TokenPlan
+
+
+def gather(
+    locals_: Sequence[torch.Tensor], plan: TokenPlan, *, tp_size: int = 1, partial: bool = False
+) -> torch.Tensor:
+    """Return the global buffer [G, H] that every rank must get; padding rows are zero.
+
+    ``partial=False``: the ranks of a dp rank must hold equal rows (ConfigError if not: then no result is right);
+    ``partial=True``: its rows are the sum over the ``tp_size`` attention-tp ranks.
+    """
+    replicas = len(locals_) // len(plan.counts)
+    out = locals_[0].new_zeros(plan.rows, locals_[0].shape[1])
+    for dp in range(len(plan.counts)):
+        group = locals_[dp * replicas : (dp + 1) * replicas]
+        if partial:
+            rows = torch.stack([part.double() for part in group[:tp_size]]).sum(0).to(out.dtype)
+        else:
+            rows = group[0]
+            if any(not same_bits(rows, other) for other in group[1:]):
+                raise ConfigError(f"the ranks of dp rank {dp} hold different rows")
+        out[scatter_range(plan, dp)] = rows
+    return out
+
+
+def gather_many(per_rank: Sequence[Sequence[torch.Tensor]], plan: TokenPlan) -> list[torch.Tensor]:
+    """Return the global buffer of each tensor; ``per_rank[r]`` are the tensors of rank ``r``."""
+    return [gather(locals_, plan) for locals_ in zip(*per_rank, strict=True)]
+
+
+def combine(partials: Sequence[torch.Tensor], plan: TokenPlan) -> list[torch.Tensor]:
+    """Return, for each dp rank, the sum over all ranks of its real rows [counts[dp], H]."""
+    total = torch.stack([partial.double() for partial in partials]).sum(0).to(partials[0].dtype)
+    return scatter(total, plan)
+
+
+def scatter(full: torch.Tensor, plan: TokenPlan) -> list[torch.Tensor]:
+    """Return, for each dp rank, its real rows of ``full`` [G, H]."""
+    return [full[scatter_range(plan, dp)] for dp in range(len(plan.counts))]
+
+
+def scatter_range(plan: TokenPlan, dp_rank: int) -> slice:
+    """Return where the real rows of ``dp_rank`` lie in the global buffer."""
+    return slice(plan.starts[dp_rank], plan.starts[dp_rank] + plan.counts[dp_rank])
+
+
+def sum_error(got: torch.Tensor, addends: Sequence[torch.Tensor]) -> float:
+    """Return the largest error of ``got`` as a sum of ``addends``, over what rounding may cause: right if <= 1.
+
+    The bound for ``n`` addends summed in any order with unit roundoff ``u`` is ``n * u * sum(|addend|)`` for each
+    element (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2, to first order, plus one for
+    the final rounding). NaN or infinity in ``got`` where the sum is finite gives infinity.
+    """
+    if not got.numel():
+        return 0.0
+    stack = torch.stack([addend.double() for addend in addends])
+    unit = torch.finfo(got.dtype).eps / 2
+    bound = len(addends) * unit * stack.abs().sum(0) + torch.finfo(got.dtype).smallest_normal
+    error = (got.double() - stack.sum(0)).abs() / bound
+    return float(torch.nan_to_num(error, nan=torch.inf).max())
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two contiguous tensors agree in shape, dtype and every bit (NaN payloads and -0.0 too)."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,0 +1,29 @@
+"""Ranks for the tests: started once for each world size, fed many cases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from rocm_dp.testing import RankPool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], RankPool]]:
+    """A function from the world size to its pool of gloo ranks; a pool that broke is replaced."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world: int) -> RankPool:
+        if world in pools and pools[world].broken:
+            pools.pop(world).close()
+        if world not in pools:
+            pools[world] = RankPool(world, backend="gloo", timeout=120.0)
+        return pools[world]
+
+    yield pool
+    for made in pools.values():
+        made.close()

@@ -1,0 +1,72 @@
+"""Every verb, on every factorisation of 1, 2, 3, 4, 6 and 8 ranks, against the oracle."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from exchange_cases import Case, Grid, every_verb
+
+from rocm_dp import PaddingMode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rocm_dp.testing import RankPool
+
+    Ranks = Callable[[int], RankPool]
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+GRIDS = [
+    Grid(world, dp, cp)
+    for world in WORLDS
+    for dp, cp in product(range(1, world + 1), repeat=2)
+    if world % (dp * cp) == 0
+]
+
+
+def counts_for(dp: int) -> list[tuple[int, ...]]:
+    """The counts that break naive code: idle ranks in every place, one row, uneven, equal, sums in other order."""
+    uneven = tuple(3 * d + 1 for d in range(dp))
+    chosen = {
+        (0,) * dp,
+        (1,) + (0,) * (dp - 1),
+        (0,) * (dp - 1) + (5,),
+        (4,) * dp,
+        uneven,
+        uneven[::-1],
+        tuple((7 * d + 2) % 5 for d in range(dp)),
+    }
+    return sorted(chosen)
+
+
+def cases_for(grid: Grid, dtype: torch.dtype, transport: str | None) -> list[Case]:
+    replicas = grid.world // grid.dp
+    for_padding = {PaddingMode.SUM_LEN: {1, replicas}, PaddingMode.MAX_LEN: {1, replicas}}
+    if transport == "all_gather":
+        for_padding = {PaddingMode.MAX_LEN: {replicas}}
+    return [
+        Case(counts, padding, align, dtype, transport)
+        for padding, aligns in for_padding.items()
+        for align in sorted(aligns)
+        for counts in counts_for(grid.dp)
+    ]
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda g: f"world{g.world}-dp{g.dp}-cp{g.cp}")
+@pytest.mark.parametrize("transport", [None, "all_gather", "all_gather_v", "all_reduce"])
+def test_every_verb_equals_the_oracle(ranks: Ranks, grid: Grid, transport: str | None) -> None:
+    cases = cases_for(grid, torch.bfloat16, transport)
+    assert ranks(grid.world).run(every_verb, grid, cases) == [len(cases)] * grid.world
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.float16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.int8, torch.uint8, torch.bool],
+)
+@pytest.mark.parametrize("transport", ["all_gather", "all_gather_v", "all_reduce"])
+def test_every_dtype_is_moved_bit_for_bit(ranks: Ranks, dtype: torch.dtype, transport: str) -> None:
+    for grid in (Grid(4, 4), Grid(4, 2)):
+        ranks(4).run(every_verb, grid, cases_for(grid, dtype, transport))
