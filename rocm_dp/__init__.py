@@ -1,7 +1,7 @@
 """Variable-length gather and combine around MoE layers, for data-parallel attention on AMD GPUs.
 
-The names below are loaded on first use: ``import rocm_dp`` needs neither torch nor a GPU, and the plans and
-layouts never do.
+All names but the errors are loaded on first use: ``import rocm_dp`` needs neither torch nor a GPU, and plans
+and layouts never do.
 """
 
 from __future__ import annotations
@@ -9,10 +9,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rocm_dp.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    DtypeError,
+    EventPoolExhausted,
+    RankFailedError,
+    RankMismatchError,
+    RocmDpError,
+    SlotBusyError,
+    StaleViewError,
+    TensorError,
+    TraceError,
+    TransportRefusedError,
+)
 from rocm_dp.version import __version__
 
 if TYPE_CHECKING:
-    from rocm_dp.agree import Agreement, StepRules, agree, confirm
+    from rocm_dp.agreement import Agreement, StepRules, agree, confirm
     from rocm_dp.exchange import TokenExchange
     from rocm_dp.groups import Groups
     from rocm_dp.layout import RankLayout
@@ -23,7 +38,7 @@ if TYPE_CHECKING:
     from rocm_dp.routing import TransportVerdict
 
 _HOMES = {
-    "Agreement": "agree",
+    "Agreement": "agreement",
     "ExchangeStats": "options",
     "Groups": "groups",
     "Options": "options",
@@ -31,28 +46,41 @@ _HOMES = {
     "Pending": "pending",
     "Phase": "plan",
     "RankLayout": "layout",
-    "StepRules": "agree",
+    "StepRules": "agreement",
     "TokenExchange": "exchange",
     "TokenPlan": "plan",
     "TransportVerdict": "routing",
-    "agree": "agree",
+    "agree": "agreement",
     "choose_padding": "plan",
-    "confirm": "agree",
+    "confirm": "agreement",
     "interleave": "overlap",
 }
 
 __all__ = [
     "Agreement",
+    "CapacityError",
+    "ClosedError",
+    "ConfigError",
+    "DtypeError",
+    "EventPoolExhausted",
     "ExchangeStats",
     "Groups",
     "Options",
     "PaddingMode",
     "Pending",
     "Phase",
+    "RankFailedError",
     "RankLayout",
+    "RankMismatchError",
+    "RocmDpError",
+    "SlotBusyError",
+    "StaleViewError",
     "StepRules",
+    "TensorError",
     "TokenExchange",
     "TokenPlan",
+    "TraceError",
+    "TransportRefusedError",
     "TransportVerdict",
     "__version__",
     "agree",

@@ -228,11 +228,13 @@ class TokenExchange(GroupVerbs):
     ) -> list[tuple[Slot, torch.Tensor]]:
         """Return the packed rows, the message as it arrives, and one output for each field."""
         whole = (message.row_bytes, torch.uint8)
+        # Buffers of their own for each kind of message: a wider one would outgrow what was reserved.
+        verb = f"gather_many.{message.name}"
         return [
-            self._buffer("gather_many.pack", batch, local_rows, whole, self.max_local_rows),
-            self._buffer("gather_many.message", batch, rows, whole, self.max_rows),
+            self._buffer(f"{verb}.pack", batch, local_rows, whole, self.max_local_rows),
+            self._buffer(f"{verb}.message", batch, rows, whole, self.max_rows),
             *(
-                self._buffer(f"gather_many.{index}", batch, rows, field, self.max_rows)
+                self._buffer(f"{verb}.{index}", batch, rows, field, self.max_rows)
                 for index, field in enumerate(message.fields)
             ),
         ]

@@ -16,7 +16,7 @@ _ALIGN = 16  # bytes: every field starts where a 16-byte access may
 
 
 class MessageLayout:
-    """Where each field ``(width, dtype)`` lies in a byte row of ``row_bytes``.
+    """Where each field ``(width, dtype)`` lies in a byte row of ``row_bytes``; ``name`` tells layouts apart.
 
     >>> MessageLayout([(3, torch.bfloat16), (2, torch.int64)]).row_bytes
     32
@@ -35,6 +35,7 @@ class MessageLayout:
             self._spans.append(slice(offset, offset + nbytes))
             offset += -(-nbytes // _ALIGN) * _ALIGN
         self.row_bytes = offset
+        self.name = "+".join(f"{width}x{str(dtype).removeprefix('torch.')}" for width, dtype in self.fields)
 
     def pack(self, packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Copy ``tensors`` [L, width] into ``packed`` uint8 [L, row_bytes]."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from rocm_dp.errors import ConfigError
 
+MIN_IN_FLIGHT = 32
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -29,8 +31,8 @@ class Options:
     def __post_init__(self) -> None:
         if not 1 <= self.max_events < 4096:
             raise ConfigError(f"max_events must lie in [1, 4096), got {self.max_events}")
-        if not 16 <= self.max_in_flight < 4096:
-            raise ConfigError(f"max_in_flight must lie in [16, 4096), got {self.max_in_flight}")
+        if not MIN_IN_FLIGHT <= self.max_in_flight < 4096:
+            raise ConfigError(f"max_in_flight must lie in [{MIN_IN_FLIGHT}, 4096), got {self.max_in_flight}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import operator
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from rocm_dp.errors import ConfigError
 
@@ -38,10 +38,9 @@ def checked_counts(counts: Iterable[int]) -> tuple[int, ...]:
     """Return ``counts`` as a tuple of ints; raise ConfigError naming the rank whose count is out of range."""
     checked = []
     for dp_rank, count in enumerate(counts):
-        try:
-            value = operator.index(count)
-        except TypeError:
-            raise ConfigError(f"counts[{dp_rank}] must be an int, got {count!r}") from None
+        if isinstance(count, bool) or not isinstance(count, SupportsIndex):
+            raise ConfigError(f"counts[{dp_rank}] must be an int, got {count!r}")
+        value = operator.index(count)
         if not 0 <= value <= MAX_ROWS:
             raise ConfigError(f"counts[{dp_rank}] must lie in [0, {MAX_ROWS}], got {value}")
         checked.append(value)
@@ -67,9 +66,11 @@ def choose_padding(
     >>> choose_padding([3, 5], phase=Phase.DECODE)
     <PaddingMode.MAX_LEN: 1>
 
-    Raises ConfigError for counts that are not ints in range.
+    Raises ConfigError for counts that are not ints in range, or a phase that is none.
     """
     counts = checked_counts(counts)
+    if not isinstance(phase, Phase):
+        raise ConfigError(f"phase must be a Phase, got {phase!r}")
     if capturing:
         max_len = not sum_len_in_graphs
     elif len(counts) == 1:
@@ -121,8 +122,8 @@ class TokenPlan:
             raise ConfigError(f"padding must be a PaddingMode, got {self.padding!r}")
         if not isinstance(self.phase, Phase):
             raise ConfigError(f"phase must be a Phase, got {self.phase!r}")
-        if type(self.align) is not int or self.align < 1:
-            raise ConfigError(f"align must be an int of at least 1, got {self.align!r}")
+        if type(self.align) is not int or not 1 <= self.align <= MAX_ROWS:
+            raise ConfigError(f"align must be an int in [1, {MAX_ROWS}], got {self.align!r}")
         if self.phase is Phase.IDLE and any(counts):
             raise ConfigError(f"an IDLE plan has no rows, got counts {counts}")
         padded = (max(counts),) * len(counts) if self.padding is PaddingMode.MAX_LEN else counts
@@ -160,12 +161,12 @@ class TokenPlan:
     def digest(self) -> int:
         """A 64-bit hash of the whole plan, the same on every machine, in every process and Python version.
 
-        The first 8 bytes of BLAKE2b over the fields as little-endian int64, as a signed int64.
+        BLAKE2b with an 8-byte digest over the fields as little-endian int64, read as a signed int64.
         """
         words = (self.padding.value, self.phase.value, self.align, *self.counts)
         return digest64(b"".join(word.to_bytes(8, "little", signed=True) for word in words))
 
 
 def digest64(data: bytes) -> int:
-    """Return the first 8 bytes of BLAKE2b of ``data`` as a signed little-endian int64."""
+    """Return BLAKE2b of ``data`` with an 8-byte digest, as a signed little-endian int64."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -17,20 +17,18 @@ if TYPE_CHECKING:
     from rocm_dp.plan import TokenPlan
 
 
-def gather(
-    locals_: Sequence[torch.Tensor], plan: TokenPlan, *, tp_size: int = 1, partial: bool = False
-) -> torch.Tensor:
+def gather(locals_: Sequence[torch.Tensor], plan: TokenPlan, *, partial_over: int | None = None) -> torch.Tensor:
     """Return the global buffer [G, H] that every rank must get; padding rows are zero.
 
-    ``partial=False``: the ranks of a dp rank must hold equal rows (ConfigError if not: then no result is right);
-    ``partial=True``: its rows are the sum over the ``tp_size`` attention-tp ranks.
+    ``partial_over`` None: the ranks of a dp rank must hold equal rows (ConfigError if not: then no result is
+    right); else the attention tp size, over whose ranks the rows are summed.
     """
     replicas = len(locals_) // len(plan.counts)
     out = locals_[0].new_zeros(plan.rows, locals_[0].shape[1])
     for dp in range(len(plan.counts)):
         group = locals_[dp * replicas : (dp + 1) * replicas]
-        if partial:
-            rows = torch.stack([part.double() for part in group[:tp_size]]).sum(0).to(out.dtype)
+        if partial_over is not None:
+            rows = torch.stack([part.double() for part in group[:partial_over]]).sum(0).to(out.dtype)
         else:
             rows = group[0]
             if any(not same_bits(rows, other) for other in group[1:]):
@@ -73,11 +71,11 @@ def sum_error(got: torch.Tensor, addends: Sequence[torch.Tensor]) -> float:
     unit = torch.finfo(got.dtype).eps / 2
     bound = len(addends) * unit * stack.abs().sum(0) + torch.finfo(got.dtype).smallest_normal
     error = (got.double() - stack.sum(0)).abs() / bound
-    return float(torch.nan_to_num(error, nan=torch.inf).max())
+    return float(torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf).max())
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two contiguous tensors agree in shape, dtype and every bit (NaN payloads and -0.0 too)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)))

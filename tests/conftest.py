@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from rocm_dp.testing import RankPool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+# How long an example takes says nothing on a machine that also runs eight ranks.
+settings.register_profile("rocm_dp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("rocm_dp")
 
 
 @pytest.fixture(scope="session")

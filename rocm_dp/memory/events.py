@@ -10,6 +10,7 @@ from collections import Counter, deque
 from typing import TYPE_CHECKING, Protocol
 
 from rocm_dp.errors import ConfigError, EventPoolExhausted
+from rocm_dp.options import MIN_IN_FLIGHT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,45 +61,49 @@ class EventPool:
             raise ConfigError(f"an event pool's cap must lie in [1, 4096), got {cap}")
         self._make, self._cap = make, cap
         self._free: list[Event] = []
-        self._owners: dict[int, str] = {}
+        # The event too: an id alone would come again once its owner had dropped it.
+        self._holders: dict[int, tuple[Event, str]] = {}
         self.made = 0
 
     @property
     def held(self) -> int:
         """Events handed out and not yet given back."""
-        return len(self._owners)
+        return len(self._holders)
 
     def take(self, owner: str) -> Event:
         """Hand out an event to ``owner``; raise EventPoolExhausted, naming who holds what, past the cap."""
         if not self._free:
             if self.made == self._cap:
-                held = ", ".join(f"{name} {n}" for name, n in Counter(self._owners.values()).most_common())
+                counted = Counter(name for _, name in self._holders.values()).most_common()
+                held = ", ".join(f"{name} {count}" for name, count in counted)
                 raise EventPoolExhausted(f"{owner} needs an event, all {self._cap} are held: {held}")
             self._free.append(self._make())
             self.made += 1
         event = self._free.pop()
-        self._owners[id(event)] = owner
+        self._holders[id(event)] = event, owner
         return event
 
     def give_back(self, event: Event) -> None:
         """Take back an event that nothing waits for any more."""
-        del self._owners[id(event)]
+        del self._holders[id(event)]
         self._free.append(event)
 
 
 class RunAheadLimit:
     """Keeps the records in flight at or under ``limit`` by waiting on old fences, never on the newest work.
 
-    After every ``limit // FENCES`` records one of ``FENCES`` fences is recorded on the comm stream. A fence that
+    After every few records one of ``FENCES`` fences is recorded on the comm stream. A fence that
     has passed proves that all records before it have, so the host waits on the oldest fence, and only when all
     of them are outstanding.
     """
 
     def __init__(self, events: EventPool, *, limit: int) -> None:
-        if not 2 * FENCES <= limit < 4096:
-            raise ConfigError(f"max_in_flight must lie in [{2 * FENCES}, 4096), got {limit}")
+        if not MIN_IN_FLIGHT <= limit < 4096:
+            raise ConfigError(f"max_in_flight must lie in [{MIN_IN_FLIGHT}, 4096), got {limit}")
         self._events = events
-        self._stride = limit // FENCES
+        # A fence follows stride - 1 or stride records. With all fences outstanding and the next one due, up to
+        # (FENCES + 1) * (stride + 1) records are in flight.
+        self._stride = limit // (FENCES + 1) - 1
         self._spare = [events.take("run-ahead fences") for _ in range(FENCES)]
         self._outstanding: deque[tuple[int, Event]] = deque()
         self._issued = self._fenced = self._passed = 0

@@ -57,6 +57,7 @@ class SlotPool:
         SlotBusyError while the last use is outstanding, CapacityError for more than was reserved or for a
         growth while a graph is captured.
         """
+        self._sweep()
         slot = self._slots.get((verb, batch))
         if slot is not None and slot.inputs is not None:
             raise SlotBusyError(
@@ -86,16 +87,19 @@ class SlotPool:
         self._outgrown.clear()
 
     def _make(self, verb: str, batch: int, nbytes: int) -> Slot:
-        owner = f"slot ({verb}, {batch})"
         buffer = self._allocate(nbytes)
-        slot = Slot((verb, batch), buffer, self._events.take(owner), self._events.take(owner))
-        self._slots[verb, batch] = slot
+        ready = self._events.take(_owner(verb, batch))
+        try:
+            done = self._events.take(_owner(verb, batch))
+        except BaseException:
+            self._events.give_back(ready)
+            raise
+        slot = self._slots[verb, batch] = Slot((verb, batch), buffer, ready, done)
         return slot
 
     def _grow(self, slot: Slot, nbytes: int) -> None:
-        self._sweep()
         buffer = self._allocate(max(nbytes, int(slot.buffer.numel() * _GROWTH)))
-        done = self._events.take(f"slot {slot.key}")
+        done = self._events.take(_owner(*slot.key))
         # The comm stream may still write the old buffer: keep it until its last done event has passed.
         self._outgrown.append((slot.buffer, slot.done))
         slot.buffer, slot.done = buffer, done
@@ -115,3 +119,7 @@ class SlotPool:
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self.buffers_made += 1
         return buffer
+
+
+def _owner(verb: str, batch: int) -> str:
+    return f"slot ({verb}, {batch})"

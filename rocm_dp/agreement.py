@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_dp.control import Op, check_same
-from rocm_dp.errors import RankMismatchError
+from rocm_dp.errors import ConfigError, RankMismatchError
 from rocm_dp.plan import MAX_ROWS, PaddingMode, Phase, TokenPlan, choose_padding, digest64
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class StepRules:
 
     ``padding``: force a mode (None: ``choose_padding`` decides, with ``hybrid_ssm`` and ``sum_len_in_graphs``).
     ``align``: rows are rounded up to it (None: the ranks that share a dp rank's rows, so that each can carry an
-    equal share). ``max_count``: the most rows that one dp rank may bring.
+    equal share). ``max_count``: the most rows that one dp rank may bring. Raises ConfigError out of range.
     """
 
     padding: PaddingMode | None = None
@@ -44,6 +44,15 @@ class StepRules:
     max_count: int = MAX_ROWS
     hybrid_ssm: bool = False
     sum_len_in_graphs: bool = False
+
+    def __post_init__(self) -> None:
+        if self.padding is not None and not isinstance(self.padding, PaddingMode):
+            raise ConfigError(f"padding must be a PaddingMode or None, got {self.padding!r}")
+        for name in ("align", "max_count"):
+            value = getattr(self, name)
+            optional = name == "align" and value is None
+            if not optional and (type(value) is not int or not 1 <= value <= MAX_ROWS):
+                raise ConfigError(f"{name} must be an int in [1, {MAX_ROWS}], got {value!r}")
 
 
 DEFAULT_RULES = StepRules()
@@ -69,8 +78,8 @@ def agree(
     order, the calls that this step will issue: ranks whose lists differ would hang later and are told now.
 
     Raises RankMismatchError on every rank, with each rank's value, when a count is out of range, an idle rank
-    has rows, ranks of one dp rank bring different counts, ranks differ in ``rules`` or ``collectives``, one
-    calls something else, or one does not come within the cpu group's timeout.
+    has rows, ranks of one dp rank bring different counts or phases, ranks differ in ``rules`` or
+    ``collectives``, one calls something else, or one does not come within the cpu group's timeout.
     """
     votes = groups.control.call(
         Op.AGREE,
@@ -104,8 +113,9 @@ def tally(votes: Sequence[Mapping[str, int]]) -> Agreement:
     first = votes[0]
     replicas = len(votes) // first["dp_size"]
     for start in range(0, len(votes), replicas):
-        group = {rank: votes[rank]["count"] for rank in range(start, start + replicas)}
-        check_same(f"the count of dp rank {start // replicas}", group)
+        for name in ("count", "phase"):
+            group = {rank: votes[rank][name] for rank in range(start, start + replicas)}
+            check_same(f"the {name} of dp rank {start // replicas}", group)
     counts = tuple(vote["count"] for vote in votes[::replicas])
     busy = {Phase(vote["phase"]) for vote in votes} - {Phase.IDLE}
     phase = next((p for p in (Phase.PREFILL, Phase.DECODE) if p in busy), Phase.IDLE)
@@ -154,5 +164,6 @@ def _check_vote(rank: int, vote: Mapping[str, int], counts: Mapping[int, int]) -
         problem = f"is {count} in phase IDLE"
     else:
         return
-    every = ", ".join(f"rank {r}: {'?' if c == _NOT_AN_INT else c}" for r, c in counts.items())
-    raise RankMismatchError(f"the count of rank {rank} {problem}; counts by rank: {every}", counts)
+    said = {r: "not an int" if c == _NOT_AN_INT else c for r, c in counts.items()}
+    every = ", ".join(f"rank {r}: {c}" for r, c in said.items())
+    raise RankMismatchError(f"the count of rank {rank} {problem}; counts by rank: {every}", said)

@@ -1,0 +1,172 @@
+"""What GPU ranks run: stream order, allocations, run-ahead and graphs can only be seen on a device."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import torch
+from exchange_cases import MANY, Grid, H, an_exchange, any_bits, numbers
+from lifetime_cases import MOST, flat, reserved
+
+from rocm_dp import Options, PaddingMode, TokenPlan, reference
+from rocm_dp.comm_stream import CommStream
+from rocm_dp.errors import CapacityError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+SLEEP = 20_000_000  # device clock cycles, about 10 ms
+
+
+def sleep(cycles: int) -> None:
+    """Keep the current stream busy."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def allocations_per_call(rank: int, grid: Grid, transport: str, counts: Sequence[int]) -> dict[str, int]:
+    """Device allocations that each verb makes in 20 calls after warm-up."""
+    plan = TokenPlan(tuple(counts), PaddingMode.SUM_LEN)
+    with reserved(rank, grid, Options(transport=transport)) as exchange:
+        own = plan.counts[exchange.layout.dp_rank]
+        local = any_bits(own, H, torch.bfloat16, seed=1).to(exchange.device)
+        whole = any_bits(plan.rows, H, torch.bfloat16, seed=2).to(exchange.device)
+        many = [any_bits(own, width, dtype, seed=3).to(exchange.device) for width, dtype in MANY]
+        verbs: dict[str, Callable[[], object]] = {
+            "gather": lambda: exchange.gather(local, plan),
+            "combine": lambda: exchange.combine(whole, plan),
+            "gather_many": lambda: exchange.gather_many(many, plan),
+            "gather_async": lambda: exchange.gather_async(local, plan, batch=1).wait(),
+            "combine_async": lambda: exchange.combine_async(whole, plan, batch=1).wait(),
+        }
+        made = {}
+        for name, verb in verbs.items():
+            for _ in range(3):
+                verb()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_stats()["allocation.all.allocated"]
+            for _ in range(20):
+                verb()
+            torch.cuda.synchronize()
+            made[name] = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+        return made
+
+
+def order_of_streams(rank: int, grid: Grid, rounds: int, broken: str) -> int:
+    """Inputs written late on the compute stream, dropped at once, memory churned: how many results were wrong.
+
+    ``broken``: "join" or "ready" takes one of the two orderings away.
+    """
+    wrong = 0
+    with reserved(rank, grid, Options()) as exchange:
+        dp = exchange.layout.dp_rank
+        for seed in range(rounds):
+            plan = TokenPlan(tuple((seed * 7 + 11 * d) % MOST for d in range(grid.dp)), PaddingMode.SUM_LEN)
+            locals_ = [any_bits(n, H, torch.bfloat16, seed * 64 + d) for d, n in enumerate(plan.counts)]
+            late = torch.empty_like(locals_[dp], device=exchange.device)
+            source = locals_[dp].to(exchange.device)
+            torch.cuda.synchronize()
+            sleep(SLEEP)
+            late.copy_(source)
+            with _without(broken):
+                pending = exchange.gather_async(late, plan, batch=seed % 2)
+                del late
+                gc.collect()
+                churn = [torch.full((plan.counts[dp], H), 7.0, dtype=torch.bfloat16, device=exchange.device)]
+                got = pending.wait().clone()
+            churn.clear()
+            want = reference.gather(
+                [locals_[d] for d in range(grid.dp) for _ in range(exchange.layout.replicas)], plan
+            )
+            wrong += not reference.same_bits(got.cpu(), want)
+    return wrong
+
+
+def _without(what: str) -> AbstractContextManager[object]:
+    if what == "join":
+
+        def join(self: CommStream, slot: object) -> None:
+            pass
+
+        return patch.object(CommStream, "join", join)
+    if what == "ready":
+
+        def launch(self: CommStream, slot: object, work: object) -> None:
+            with torch.cuda.stream(self._stream):
+                work()  # type: ignore[operator]
+            slot.done.record(self._stream)  # type: ignore[attr-defined]
+
+        return patch.object(CommStream, "launch", launch)
+    return nullcontext()
+
+
+def run_ahead(rank: int, grid: Grid, limit: int, calls: int) -> tuple[int, set[tuple[int, ...]]]:
+    """Launch ``calls`` calls without one host sync behind a sleeping device: the most records in flight."""
+    plan = TokenPlan((8,) * grid.dp, PaddingMode.SUM_LEN)
+    most, resources = 0, set()
+    with reserved(rank, grid, Options(max_in_flight=limit)) as exchange:
+        local = any_bits(8, H, torch.bfloat16, seed=1).to(exchange.device)
+        exchange.gather_async(local, plan).wait()
+        torch.cuda.synchronize()
+        sleep(SLEEP * 10)
+        for call in range(calls):
+            exchange.gather_async(local, plan, batch=call % 2).wait()
+            most = max(most, exchange.stats().records_in_flight)
+            resources.add(flat(exchange.stats()))
+        torch.cuda.synchronize()
+    return most, resources
+
+
+def captured(rank: int, grid: Grid, transport: str, replays: int) -> int:
+    """Capture a gather and a combine once, sync and on the comm stream; replay them with other values."""
+    plan = TokenPlan((5,) * grid.dp if transport == "all_gather" else (5, 3), PaddingMode.SUM_LEN)
+    with reserved(rank, grid, Options(transport=transport), torch.float32) as exchange:
+        own = plan.counts[exchange.layout.dp_rank]
+        local = torch.zeros(own, H, device=exchange.device)
+        whole = torch.zeros(plan.rows, H, device=exchange.device)
+
+        def step() -> list[torch.Tensor]:
+            pending = exchange.gather_async(local, plan, batch=1)
+            out = [exchange.combine(whole, plan), pending.wait()]
+            return [*out, exchange.gather(local, plan)]
+
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            combined, on_comm, gathered = step()
+        for seed in range(replays):
+            locals_ = [numbers(n, H, torch.float32, seed * 64 + d) for d, n in enumerate(plan.counts)]
+            wholes = [numbers(plan.rows, H, torch.float32, seed * 64 + 32 + r) for r in range(grid.world)]
+            local.copy_(locals_[exchange.layout.dp_rank])
+            whole.copy_(wholes[rank])
+            for out in (combined, on_comm, gathered):
+                out.fill_(float("nan"))
+            graph.replay()
+            want = reference.gather(locals_, plan)
+            assert reference.same_bits(gathered.cpu(), want), "gather in a graph differs"
+            assert reference.same_bits(on_comm.cpu(), want), "gather on the comm stream in a graph differs"
+            rows = reference.scatter_range(plan, exchange.layout.dp_rank)
+            assert reference.sum_error(combined.cpu(), [w[rows] for w in wholes]) <= 1, "combine in a graph differs"
+        del graph
+    return replays
+
+
+def growth_while_capturing(rank: int, grid: Grid) -> str:
+    """An exchange without reserved buffers refuses to allocate inside a capture."""
+    plan = TokenPlan((5,) * grid.dp, PaddingMode.SUM_LEN)
+    with an_exchange(rank, grid) as exchange:
+        local = any_bits(5, H, torch.bfloat16, seed=1).to(exchange.device)
+        torch.cuda.synchronize()
+        said = ""
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device=exchange.device)
+            try:
+                exchange.gather(local, plan)
+            except CapacityError as error:
+                said = str(error)
+        return said

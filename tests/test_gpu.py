@@ -1,0 +1,110 @@
+"""The same claims on GPUs, over NCCL or RCCL, and those that only a device can show. Run with ``-m gpu``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import gpu_cases as cases
+import lifetime_cases
+import pytest
+import torch
+from exchange_cases import Grid, every_verb
+from test_exchange import cases_for
+
+from rocm_dp import Options
+from rocm_dp.testing import RankPool
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+PAIR = Grid(2, 2)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    with RankPool(2, backend="nccl", timeout=240.0) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1), Grid(2, 1, 2)], ids=str)
+@pytest.mark.parametrize("transport", [None, "all_gather", "all_gather_v", "all_reduce"])
+def test_every_verb_equals_the_oracle(pair: RankPool, grid: Grid, transport: str | None) -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8):
+        cases = cases_for(grid, dtype, transport)
+        assert pair.run(every_verb, grid, cases) == [len(cases)] * 2
+
+
+@pytest.mark.parametrize(
+    ("transport", "counts"), [("all_gather", (8, 8)), ("all_gather_v", (8, 5)), ("all_gather_v", (8, 0))]
+)
+def test_no_verb_allocates_device_memory_after_warm_up(
+    pair: RankPool, transport: str, counts: tuple[int, int]
+) -> None:
+    for made in pair.run(cases.allocations_per_call, PAIR, transport, counts):
+        assert set(made.values()) == {0}, made
+
+
+def test_no_event_stream_slot_or_byte_is_added_after_reserve(pair: RankPool) -> None:
+    for seen in pair.run(lifetime_cases.resources_over_steps, PAIR, Options(), 200):
+        assert set(seen) == {seen[0]}
+
+
+def test_inputs_written_late_and_dropped_at_once_arrive_whole(pair: RankPool) -> None:
+    assert pair.run(cases.order_of_streams, PAIR, 40, "") == [0, 0]
+
+
+@pytest.mark.parametrize("broken", ["join", "ready"])
+def test_without_either_order_of_the_streams_results_are_wrong(pair: RankPool, broken: str) -> None:
+    assert sum(pair.run(cases.order_of_streams, PAIR, 20, broken)) > 0
+
+
+def test_an_input_dropped_right_after_the_call_lives_until_the_wait(pair: RankPool) -> None:
+    assert pair.run(lifetime_cases.input_outlives_the_call, PAIR) == [True, True]
+
+
+def test_interleaved_halves_equal_the_same_halves_in_turn_bit_for_bit(pair: RankPool) -> None:
+    assert pair.run(lifetime_cases.two_batches_equal_one_after_the_other, PAIR, 100) == [200, 200]
+
+
+@pytest.mark.parametrize("limit", [32, 100, 1024])
+def test_the_host_never_runs_ahead_of_more_records_than_the_limit(pair: RankPool, limit: int) -> None:
+    for most, resources in pair.run(cases.run_ahead, PAIR, limit, 3000):
+        assert limit // 2 < most <= limit
+        assert len(resources) == 1
+
+
+@pytest.mark.parametrize("transport", ["all_gather", "all_gather_v"])
+def test_a_captured_step_replays_with_other_values(pair: RankPool, transport: str) -> None:
+    assert pair.run(cases.captured, PAIR, transport, 50) == [50, 50]
+
+
+def test_nothing_is_allocated_inside_a_capture(pair: RankPool) -> None:
+    for said in pair.run(cases.growth_while_capturing, PAIR):
+        assert "reserve() first" in said
+
+
+def test_misuse_and_growth_and_the_thin_verbs_are_as_on_the_cpu(pair: RankPool) -> None:
+    assert pair.run(lifetime_cases.inference_mode_does_not_stick, PAIR) == [True, True]
+    assert pair.run(lifetime_cases.group_verbs, 2, 1, 1, 1) == [[], []]
+    assert len(pair.run(lifetime_cases.errors_of, PAIR)[0]) == 13
+    for growths, _, events_held in pair.run(lifetime_cases.growth, PAIR):
+        assert 4 <= growths <= 40
+        assert events_held <= 2 * 2 + 2 + 8  # two slots, what was outgrown last, the run-ahead fences
+
+
+def test_the_demo_passes_on_the_gpus_at_hand(tmp_path: Path) -> None:
+    out = tmp_path / "demo.json"
+    command = [sys.executable, "-m", "rocm_dp", "demo", "--steps", "30", "--json", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert found["passed"]
+    assert found["ranks"] == torch.cuda.device_count()
+    assert found["device"] != "CPU"

@@ -1,0 +1,228 @@
+"""SlotPool: buffers made once for each (verb, batch), and kept while something may still use them."""
+
+from __future__ import annotations
+
+import gc
+import re
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rocm_dp.errors import CapacityError, EventPoolExhausted, SlotBusyError
+from rocm_dp.memory.events import EventPool, InlineEvent
+from rocm_dp.memory.slots import SlotPool
+
+ANY = settings(max_examples=60, deadline=None)
+DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.bool, torch.uint8, torch.int64]
+
+
+class DeviceEvent(InlineEvent):
+    """An event that has passed only when the test says so."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def make_pool(*, cap: int = 64) -> tuple[SlotPool, EventPool]:
+    events = EventPool(DeviceEvent, cap=cap)
+    return SlotPool(torch.device("cpu"), events), events
+
+
+def done_of(pool: SlotPool, verb: str) -> DeviceEvent:
+    """The done event of the slot (verb, 0), taken as if for a call of no rows."""
+    done = pool.take(verb, 0, 0).done
+    assert isinstance(done, DeviceEvent)
+    return done
+
+
+@ANY
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(["gather", "combine"]), st.integers(0, 2), st.integers(0, 100)),
+        min_size=1,
+        max_size=40,
+    )
+)
+def test_each_verb_and_batch_has_one_buffer_made_once(calls: list[tuple[str, int, int]]) -> None:
+    pool, events = make_pool()
+    places: dict[tuple[str, int], int] = {}
+    for verb, batch, nbytes in calls:
+        slot = pool.take(verb, batch, nbytes, reserve=100)
+        assert slot.key == (verb, batch)
+        assert slot.buffer.numel() == 100
+        assert places.setdefault(slot.key, slot.buffer.data_ptr()) == slot.buffer.data_ptr()
+    assert len(set(places.values())) == len(places)
+    assert (len(pool), pool.buffers_made, pool.growths) == (len(places), len(places), 0)
+    assert pool.nbytes == 100 * len(places)
+    assert events.made == events.held == 2 * len(places)
+
+
+def test_each_use_of_a_slot_is_a_new_generation() -> None:
+    pool, _ = make_pool()
+    generations = [pool.take("gather", 0, 8).generation for _ in range(4)]
+    assert len(set(generations)) == 4
+    assert pool.take("gather", 1, 8).generation == generations[0]
+
+
+def test_a_slot_is_busy_until_its_inputs_are_let_go() -> None:
+    pool, _ = make_pool()
+    slot = pool.take("gather", 1, 8)
+    slot.inputs = (torch.zeros(1),)
+    assert pool.busy() == [slot]
+    generation = slot.generation
+    with pytest.raises(SlotBusyError, match=r"^gather of batch 1 is still in flight: wait\(\) for its Pending"):
+        pool.take("gather", 1, 8)
+    assert slot.generation == generation
+    assert pool.take("gather", 0, 8) is not slot
+    assert pool.take("combine", 1, 8) is not slot
+    slot.inputs = None
+    assert pool.busy() == []
+    assert pool.take("gather", 1, 8) is slot
+
+
+def test_a_call_without_inputs_in_flight_is_busy_too() -> None:
+    pool, _ = make_pool()
+    pool.take("gather", 0, 8).inputs = ()
+    with pytest.raises(SlotBusyError):
+        pool.take("gather", 0, 8)
+
+
+def test_reserve_allocates_just_that_once() -> None:
+    pool, _ = make_pool()
+    for nbytes in (0, 1, 4096, 17, 4096):
+        assert pool.take("gather", 0, nbytes, reserve=4096).buffer.numel() == 4096
+    assert (pool.buffers_made, pool.growths, pool.nbytes) == (1, 0, 4096)
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_more_than_was_reserved_is_refused_with_both_sides_and_allocates_nothing(used_before: bool) -> None:
+    pool, events = make_pool()
+    if used_before:
+        pool.take("gather", 0, 10, reserve=100)
+    before = (len(pool), pool.buffers_made, pool.nbytes, events.held)
+    with pytest.raises(CapacityError, match=r"^gather needs 101 bytes, 100 are reserved$"):
+        pool.take("gather", 0, 101, reserve=100)
+    assert (len(pool), pool.buffers_made, pool.nbytes, events.held) == before
+
+
+def test_a_buffer_grows_only_when_it_is_too_small() -> None:
+    pool, _ = make_pool()
+    slot = pool.take("gather", 0, 100)
+    assert slot.buffer.numel() == 100
+    assert pool.take("gather", 0, 100) is slot
+    assert (pool.buffers_made, pool.growths) == (1, 0)
+    assert pool.take("gather", 0, 1000) is slot
+    assert slot.buffer.numel() == 1000
+    assert (pool.buffers_made, pool.growths) == (2, 1)
+
+
+def test_slowly_rising_sizes_grow_a_buffer_a_few_times_only() -> None:
+    pool, _ = make_pool()
+    for nbytes in range(1000, 10_000):
+        assert pool.take("gather", 0, nbytes).buffer.numel() >= nbytes
+    assert pool.growths <= 6  # 1000 * 1.5 ** 6 > 10_000
+    assert pool.take("gather", 0, 0).buffer.numel() < 2 * 10_000
+
+
+def test_an_outgrown_buffer_is_kept_until_its_done_event_has_passed() -> None:
+    pool, events = make_pool()
+    old = weakref.ref(pool.take("gather", 0, 100).buffer)
+    done = done_of(pool, "gather")
+    pool.take("gather", 0, 1000)
+    pool.take("gather", 0, 10_000)
+    gc.collect()
+    assert old() is not None
+    assert pool.nbytes == 100 + 1000 + 10_000
+    held = events.held
+    done.passed = True
+    pool.take("gather", 0, 100_000)
+    gc.collect()
+    assert old() is None
+    assert pool.nbytes == 1000 + 10_000 + 100_000
+    # The growth took one event and gave back that of the buffer let go.
+    assert events.held == held
+
+
+def test_a_grown_slot_has_a_new_done_event_while_the_old_one_guards_the_old_buffer() -> None:
+    pool, events = make_pool()
+    slot = pool.take("gather", 0, 100)
+    ready, done = slot.ready, slot.done
+    pool.take("gather", 0, 1000)
+    assert slot.ready is ready
+    assert slot.done is not done
+    assert events.held == 3
+
+
+def test_the_event_of_a_buffer_let_go_is_used_again() -> None:
+    pool, events = make_pool()
+    for growth in range(12):
+        done_of(pool, "gather").passed = True
+        pool.take("gather", 0, 2**growth)
+    assert (pool.growths, pool.buffers_made) == (12, 13)
+    # ready, done, that of the last buffer outgrown, and one while a growth changes hands.
+    assert events.made <= 4
+
+
+def test_close_gives_back_every_event_and_drops_every_buffer() -> None:
+    pool, events = make_pool()
+    pool.take("gather", 0, 100)
+    pool.take("combine", 0, 100)
+    pool.take("gather", 0, 1000)
+    buffer = weakref.ref(pool.take("gather", 0, 0).buffer)
+    assert events.held == 5
+    pool.close()
+    gc.collect()
+    assert events.held == 0
+    assert (len(pool), pool.nbytes, pool.busy()) == (0, 0, [])
+    assert buffer() is None
+
+
+def test_a_pool_without_events_left_names_the_slots_that_hold_them() -> None:
+    pool, _ = make_pool(cap=4)
+    pool.take("gather", 0, 8)
+    pool.take("combine", 1, 8)
+    message = "slot (gather, 1) needs an event, all 4 are held: slot (gather, 0) 2, slot (combine, 1) 2"
+    with pytest.raises(EventPoolExhausted, match="^" + re.escape(message) + "$"):
+        pool.take("gather", 1, 8)
+
+
+@ANY
+@given(rows=st.integers(0, 20), width=st.integers(1, 20), dtype=st.sampled_from(DTYPES), spare=st.integers(0, 64))
+def test_a_view_is_the_contiguous_start_of_the_buffer(
+    rows: int, width: int, dtype: torch.dtype, spare: int
+) -> None:
+    pool, _ = make_pool()
+    nbytes = rows * width * dtype.itemsize
+    slot = pool.take("gather", 0, nbytes + spare)
+    slot.buffer.fill_(0xAB)
+    view = slot.view(rows, width, dtype)
+    assert view.shape == (rows, width)
+    assert view.dtype == dtype
+    assert view.is_contiguous()
+    view.view(torch.uint8).fill_(1)
+    assert slot.buffer.tolist() == [1] * nbytes + [0xAB] * spare
+
+
+@pytest.mark.parametrize("grown", [False, True])
+def test_a_buffer_made_in_inference_mode_can_be_written_outside_it(grown: bool) -> None:
+    pool, _ = make_pool()
+    with torch.inference_mode():
+        slot = pool.take("gather", 0, 16)
+        if grown:
+            pool.take("gather", 0, 64)
+    slot.buffer.fill_(0)
+    slot.view(2, 2, torch.float32).fill_(3.0)
+    assert slot.view(2, 2, torch.float32).tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
+def test_an_ordinary_tensor_made_in_inference_mode_cannot() -> None:
+    with torch.inference_mode():
+        tensor = torch.empty(4)
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        tensor.fill_(3.0)
