@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ README = Path(__file__).resolve().parent.parent / "README.md"
 
 def test_the_example_prints_what_the_readme_shows(tmp_path: Path) -> None:
     blocks = re.findall(r"```(\w*)\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    program, shown = next((a[1], b[1]) for a, b in zip(blocks, blocks[1:], strict=False) if a[0] == "python")
+    program, shown = next((a[1], b[1]) for a, b in itertools.pairwise(blocks) if a[0] == "python")
     script = tmp_path / "layer.py"
     script.write_text(program)
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
