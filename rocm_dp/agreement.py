@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex
 
 from rocm_dp.control import Op, check_same
 from rocm_dp.errors import ConfigError, RankMismatchError
@@ -81,6 +81,9 @@ def agree(
     has rows, ranks of one dp rank bring different counts or phases, ranks differ in ``rules`` or
     ``collectives``, one calls something else, or one does not come within the cpu group's timeout.
     """
+    groups.check_open()
+    if layout != groups.layout:
+        raise ConfigError(f"the groups are those of {groups.layout}, the layout is {layout}")
     votes = groups.control.call(
         Op.AGREE,
         {
@@ -95,7 +98,7 @@ def agree(
             "padding": rules.padding.value if rules.padding else 0,
             "hybrid_ssm": bool(rules.hybrid_ssm),
             "sum_len_in_graphs": bool(rules.sum_len_in_graphs),
-            "collectives": digest64("\n".join(collectives).encode()),
+            "collectives": digest64("\n".join(map(str, collectives)).encode()),
         },
     )
     return tally(votes)
@@ -141,15 +144,15 @@ def confirm(plan: TokenPlan, *, groups: Groups) -> None:
 
     Raises RankMismatchError on every rank, with each rank's digest, when they differ.
     """
+    groups.check_open()
     groups.control.call_equal(Op.CONFIRM, {"digest": plan.digest}, shown={"digest": plan})
 
 
 def _as_word(count: object) -> int:
     # A bad count is told to all ranks: raising here alone would leave the others waiting.
-    try:
-        return max(-(2**62), min(2**62, operator.index(count)))  # type: ignore[arg-type]
-    except TypeError:
+    if isinstance(count, bool) or not isinstance(count, SupportsIndex):
         return _NOT_AN_INT
+    return max(-(2**62), min(2**62, operator.index(count)))
 
 
 def _check_vote(rank: int, vote: Mapping[str, int], counts: Mapping[int, int]) -> None:

@@ -9,23 +9,23 @@ from rocm_dp.errors import DtypeError, TensorError
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_rows(
+def checked_rows(
     name: str,
     tensor: torch.Tensor,
-    rows: int,
+    rows: int | None,
     *,
-    width: int | None,
-    dtype: torch.dtype | None,
+    width: int | None = None,
+    dtype: torch.dtype | None = None,
     device: torch.device,
-) -> None:
-    """Raise TensorError unless ``tensor`` is contiguous ``[rows, width]`` of ``dtype`` on ``device``.
+) -> torch.Tensor:
+    """Return ``tensor``, detached, if it is contiguous ``[rows, width]`` of ``dtype`` on ``device``.
 
-    ``width`` or ``dtype`` None: any.
+    ``rows``, ``width`` or ``dtype`` None: any. Raises TensorError with both sides otherwise.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"{name} must be a tensor, got {type(tensor).__name__}")
-    shape = f"[{rows}, {'*' if width is None else width}]"
-    if tensor.dim() != 2 or tensor.shape[0] != rows or (width is not None and tensor.shape[1] != width):
+    shape = f"[{'*' if rows is None else rows}, {'*' if width is None else width}]"
+    if tensor.dim() != 2 or rows not in (None, tensor.shape[0]) or width not in (None, tensor.shape[1]):
         raise TensorError(f"{name} must be a contiguous {shape} tensor, got {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise TensorError(f"{name} must be a contiguous {shape} tensor, got strides {tensor.stride()}")
@@ -33,6 +33,10 @@ def check_rows(
         raise TensorError(f"{name} must be {dtype}, got {tensor.dtype}")
     if tensor.device != device:
         raise TensorError(f"{name} must be on {device}, got {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():
+        raise TensorError(f"{name} must be in memory as it reads, got a lazy conjugate or negative")
+    # A [N, 1] tensor may be contiguous with any stride in its last dimension, and then has no byte view.
+    return tensor.detach() if tensor.stride(1) == 1 else tensor.detach().reshape(-1).view(tensor.shape)
 
 
 def check_summed(name: str, dtype: torch.dtype) -> None:

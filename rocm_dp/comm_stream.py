@@ -6,20 +6,26 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rocm_dp.memory.events import EventPool, InlineEvent, RunAheadLimit
+from rocm_dp.memory.events import EventPool, InlineEvent, RunAheadLimit, wait_for
+from rocm_dp.options import RECORDS_PER_CALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rocm_dp.memory.events import Event
     from rocm_dp.memory.slots import Slot
+    from rocm_dp.options import Options
 
 
 class SideStream(Protocol):
-    """Where collectives run. Calls are made in the same order on every rank."""
+    """Where collectives run; shared by all exchanges on the same Groups, ``users`` of them.
+
+    Calls are made in the same order on every rank.
+    """
 
     events: EventPool
     streams_made: int
+    users: int
 
     @property
     def in_flight(self) -> int:
@@ -34,8 +40,11 @@ class SideStream(Protocol):
     def inline(self, work: Callable[[], None]) -> None:
         """Run ``work`` on the caller's stream, after every launch so far."""
 
+    def finish(self, timeout: float) -> None:
+        """Let the host wait for the stream's work; TimeoutError after ``timeout`` seconds."""
+
     def close(self) -> None:
-        """Wait for the stream's work; give its own events back."""
+        """Give its own events back; its work is done."""
 
 
 class InlineStream:
@@ -43,8 +52,7 @@ class InlineStream:
 
     def __init__(self, *, max_events: int) -> None:
         self.events = EventPool(InlineEvent, cap=max_events)
-        self.streams_made = 0
-        self.in_flight = 0
+        self.streams_made = self.users = self.in_flight = 0
 
     def launch(self, slot: Slot, work: Callable[[], None]) -> None:
         """Run ``work``."""
@@ -60,19 +68,30 @@ class InlineStream:
         """Run ``work``."""
         work()
 
+    def finish(self, timeout: float) -> None:
+        """Return at once: the work is done."""
+
     def close(self) -> None:
         """Do nothing."""
 
 
 class CommStream:
-    """One high-priority CUDA/HIP stream. One communicator is never used from two unordered streams."""
+    """One high-priority CUDA/HIP stream.
 
-    def __init__(self, device: torch.device, *, max_events: int, max_in_flight: int) -> None:
+    Collectives of one communicator must never run on two unordered streams. Launches are ordered by the comm
+    stream; inline work waits for the last launch; and a caller that comes on another stream than the last one
+    first waits for that one. While a graph is captured only what is captured is ordered: a capture starts when
+    the device is idle.
+    """
+
+    def __init__(self, device: torch.device, options: Options) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
-        self.streams_made = 1
-        self.events = EventPool(_cuda_event, cap=max_events)
-        self._limit = RunAheadLimit(self.events, limit=max_in_flight)
+        self.streams_made, self.users = 1, 0
+        self.events = EventPool(_cuda_event, cap=options.max_events)
+        self._limit = RunAheadLimit(self.events, limit=options.max_in_flight, timeout=options.timeout)
+        self._handover = self.events.take("hand-over between callers' streams")
+        self._caller: torch.cuda.Stream | None = None
         self._last: Event | None = None
 
     @property
@@ -82,40 +101,62 @@ class CommStream:
 
     def launch(self, slot: Slot, work: Callable[[], None]) -> None:
         """Run ``work`` on the comm stream once the caller's stream has reached this point."""
-        slot.ready.record(torch.cuda.current_stream(self._device))
+        capturing = torch.cuda.is_current_stream_capturing()
+        slot.ready.record(self._current(capturing=capturing))
         slot.ready.wait(self._stream)
         with torch.cuda.stream(self._stream):
             work()
         slot.done.record(self._stream)
         self._last = slot.done
-        if not torch.cuda.is_current_stream_capturing():
-            self._limit.note(2, self._stream)
+        if not capturing:
+            self._limit.note(RECORDS_PER_CALL, self._stream)
 
     def join(self, slot: Slot) -> None:
         """Make the caller's stream wait for the slot's last launch."""
-        slot.done.wait(torch.cuda.current_stream(self._device))
-        if self._last is slot.done:
+        current = torch.cuda.current_stream(self._device)
+        slot.done.wait(current)
+        if self._last is slot.done and (self._caller is None or current == self._caller):
             self._last = None
 
     def inline(self, work: Callable[[], None]) -> None:
         """Run ``work`` on the caller's stream, after every launch so far."""
+        capturing = torch.cuda.is_current_stream_capturing()
+        current = self._current(capturing=capturing)
         if self._last is not None:
-            self._last.wait(torch.cuda.current_stream(self._device))
+            self._last.wait(current)
             self._last = None
         work()
+        if not capturing:
+            self._limit.note(RECORDS_PER_CALL, current)
+
+    def finish(self, timeout: float) -> None:
+        """Let the host wait for the comm stream and the last caller's; TimeoutError after ``timeout`` seconds."""
+        for stream in (self._stream, self._caller):
+            if stream is not None:
+                wait_for(stream, timeout)
 
     def close(self) -> None:
-        """Wait for the stream's work and give the fences back."""
-        self._stream.synchronize()
+        """Give the events back."""
         self._limit.close()
+        self.events.give_back(self._handover)
+
+    def _current(self, *, capturing: bool) -> torch.cuda.Stream:
+        """Return the caller's stream, ordered after the last caller's if that was another one."""
+        current = torch.cuda.current_stream(self._device)
+        if not capturing and current != self._caller:
+            if self._caller is not None:
+                self._handover.record(self._caller)
+                self._handover.wait(current)
+            self._caller = current
+        return current
 
 
 def _cuda_event() -> Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
-def side_stream(device: torch.device, *, max_events: int, max_in_flight: int) -> SideStream:
-    """Return the side stream for ``device``: a CommStream on a GPU, an InlineStream on the CPU."""
+def side_stream(device: torch.device, options: Options) -> SideStream:
+    """Return a side stream for ``device``: a CommStream on a GPU, an InlineStream on the CPU."""
     if device.type == "cuda":
-        return CommStream(device, max_events=max_events, max_in_flight=max_in_flight)
-    return InlineStream(max_events=max_events)
+        return CommStream(device, options)
+    return InlineStream(max_events=options.max_events)

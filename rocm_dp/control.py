@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 
 from rocm_dp.errors import ClosedError, ConfigError, RankMismatchError
-from rocm_dp.plan import digest64
 from rocm_dp.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 WORDS = 16  # int64 words of a packet: version, operation, then up to 14 fields
-_VERSION = digest64(f"rocm_dp {__version__}".encode())
+_TEXT = 512  # bytes of what a person reads in place of a hash, when ranks disagree
+_VERSION = int("".join(f"{int(part):03}" for part in __version__.split(".")[:3]))  # 0.1.0 is 1000
 _GRACE_S = 2.0  # after a failure: how long to wait for what the other ranks say of it
 
 
@@ -42,8 +42,10 @@ class Control:
     """The control plane over one gloo group. Calls are collective; after a failure it can't be used again."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        if dist.get_backend(group) != "gloo":
-            raise ConfigError(f"the cpu group must be gloo, got {dist.get_backend(group)}")
+        # A group with a backend for each kind of device says "cpu:gloo,cuda:nccl", or only "undefined".
+        backend = dist.get_backend(group)
+        if "gloo" not in backend and backend != "undefined":
+            raise ConfigError(f"the cpu group must be gloo, got {backend}")
         self._group = group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._mine = torch.zeros(WORDS, dtype=torch.int64)
@@ -66,20 +68,22 @@ class Control:
         except RuntimeError as error:
             raise self.lost(doing) from error
         rows: list[list[int]] = self._all.tolist()
-        self._check_same("version of rocm_dp (hashed)", [row[0] for row in rows])
-        self._check_same("call", [_op_name(row[1]) for row in rows])
+        check_same("the version of rocm_dp (0.1.0 is 1000)", {rank: row[0] for rank, row in enumerate(rows)})
+        check_same("the call", {rank: _op_name(row[1]) for rank, row in enumerate(rows)})
         return [dict(zip(fields, row[2:], strict=False)) for row in rows]
 
     def call_equal(self, op: Op, fields: Mapping[str, int], *, shown: Mapping[str, object] | None = None) -> None:
         """Like ``call``, and raise RankMismatchError unless every field is equal on all ranks.
 
-        ``shown`` replaces a field's own hashed value in the message with something a person can read.
+        ``shown`` says what a person reads in place of a field that is a hash.
         """
         rows = self.call(op, fields)
         for name in fields:
-            values = [row[name] for row in rows]
-            readable = f", here {shown[name]}" if shown and name in shown else ""
-            self._check_same(f"{name} in {op.name.lower()}{readable}", values)
+            values: dict[int, object] = {rank: row[name] for rank, row in enumerate(rows)}
+            if len(set(values.values())) > 1 and shown and name in shown:
+                # Every rank sees the mismatch, so all of them come here.
+                values = dict(enumerate(self._texts(str(shown[name]))))
+            check_same(f"{name} in {op.name.lower()}", values)
 
     def lost(self, doing: str) -> RankMismatchError:
         """Return the error for a collective that failed or timed out, with what every rank was doing.
@@ -97,8 +101,14 @@ class Control:
         self._failure = f"a collective failed or timed out in {doing}"
         return RankMismatchError(f"{self._failure}; {lines}", said)
 
-    def _check_same(self, what: str, values: Sequence[object]) -> None:
-        check_same(what, dict(enumerate(values)))
+    def _texts(self, mine: str) -> list[str]:
+        """Return a text of every rank, by rank, cut to a fixed length."""
+        packed = torch.zeros(_TEXT, dtype=torch.uint8)
+        data = mine.encode()[:_TEXT]
+        packed[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        every = [torch.empty_like(packed) for _ in range(self._size)]
+        dist.all_gather(every, packed, group=self._group)
+        return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in every]
 
 
 def check_same(what: str, values: Mapping[int, object]) -> None:

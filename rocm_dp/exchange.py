@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from rocm_dp.checks import check_rows, check_summed
+from rocm_dp.checks import check_summed, checked_rows
 from rocm_dp.control import Op
 from rocm_dp.dispatch import Dispatcher
-from rocm_dp.errors import CapacityError, ConfigError
+from rocm_dp.errors import ConfigError
 from rocm_dp.group_verbs import GroupVerbs
 from rocm_dp.messages import MessageLayout
 from rocm_dp.options import ExchangeStats, Options
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from rocm_dp.pending import Pending
     from rocm_dp.routing import TransportVerdict
 
-    Call = tuple[Slot, torch.Tensor, Callable[[], None]]
+T = TypeVar("T")
 
 
 class TokenExchange(GroupVerbs):
@@ -41,7 +42,10 @@ class TokenExchange(GroupVerbs):
     Every rank of a dp rank passes the same rows. Inputs are never written. A result is valid until the next
     call on the same (verb, batch); every row of it is written, padding rows with zeros. Wrong tensors raise
     TensorError (DtypeError for a sum of fp8 or integers), plans that don't fit ConfigError or CapacityError,
-    all before any communication; a rank that is lost raises RankMismatchError.
+    all before any communication. A rank that is lost raises RankMismatchError within the groups' timeout on CPU
+    ranks; on GPUs the host learns of it when it waits for the device (``close``, or ``Options.max_in_flight``).
+
+    Exchanges on the same groups share one comm stream, so their calls must come in one order on every rank.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class TokenExchange(GroupVerbs):
         for name, value in (("hidden", hidden), ("max_rows", max_rows), ("max_local_rows", max_local_rows)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name} must be an int of at least 1, got {value!r}")
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigError(f"dtype must be a torch.dtype, got {dtype!r}")
         if groups.layout != layout:
             raise ConfigError(f"the groups are those of {groups.layout}, the exchange's layout is {layout}")
         groups.check_open()
@@ -66,8 +72,6 @@ class TokenExchange(GroupVerbs):
         self.device = _with_index(torch.device(device))
         self.hidden, self.dtype, self.max_rows = hidden, dtype, max_rows
         self.max_local_rows = max_rows if max_local_rows is None else max_local_rows
-        self._dispatch = Dispatcher(groups, options, self.device, max_rows)
-        self._messages: dict[tuple[tuple[int, torch.dtype], ...], MessageLayout] = {}
         groups.control.call_equal(
             Op.EXCHANGE,
             {
@@ -79,6 +83,11 @@ class TokenExchange(GroupVerbs):
             },
             shown={"dtype": dtype, "options": options},
         )
+        self._dispatch = Dispatcher(groups, options, self.device, max_rows, self.max_local_rows)
+        self._messages: dict[tuple[tuple[int, torch.dtype], ...], MessageLayout] = {}
+        self._row_bytes = hidden * dtype.itemsize
+        # Forced, all_reduce sums in a copy of the global buffer; the others never need more than a dp rank's rows.
+        self._combine_rows = max_rows if options.transport == "all_reduce" else self.max_local_rows
 
     def gather(
         self, local: torch.Tensor, plan: TokenPlan, *, partial: bool = False, batch: int = 0
@@ -87,27 +96,27 @@ class TokenExchange(GroupVerbs):
 
         ``partial``: the ranks of an attention-tp group hold addends of the rows, not copies of them.
         """
-        _, view, work = self._gather_call(local, plan, partial=partial, batch=batch)
-        self._run("gather", work)
-        return view
+        call = self._gather_call(local, plan, partial=partial, batch=batch)
+        self._run(call.name, call.work)
+        return call.result
 
     def gather_async(
         self, local: torch.Tensor, plan: TokenPlan, *, partial: bool = False, batch: int = 0
-    ) -> Pending:
+    ) -> Pending[torch.Tensor]:
         """Like ``gather``, on the comm stream. Raises SlotBusyError while (gather, batch) is in flight."""
-        slot, view, work = self._gather_call(local, plan, partial=partial, batch=batch)
-        return self._dispatch.launch(slot, view, work, (local,))
+        call = self._gather_call(local, plan, partial=partial, batch=batch)
+        return self._dispatch.launch(call.name, call.slot, call.work, (local,), call.result)
 
     def combine(self, partial: torch.Tensor, plan: TokenPlan, *, batch: int = 0) -> torch.Tensor:
         """Sum ``partial`` [G, H] over all ranks; return this dp rank's rows [L, H], on the current stream."""
-        _, view, work = self._combine_call(partial, plan, batch=batch)
-        self._run("combine", work)
-        return view
+        call = self._combine_call(partial, plan, batch=batch)
+        self._run(call.name, call.work)
+        return call.result
 
-    def combine_async(self, partial: torch.Tensor, plan: TokenPlan, *, batch: int = 0) -> Pending:
+    def combine_async(self, partial: torch.Tensor, plan: TokenPlan, *, batch: int = 0) -> Pending[torch.Tensor]:
         """Like ``combine``, on the comm stream. Raises SlotBusyError while (combine, batch) is in flight."""
-        slot, view, work = self._combine_call(partial, plan, batch=batch)
-        return self._dispatch.launch(slot, view, work, (partial,))
+        call = self._combine_call(partial, plan, batch=batch)
+        return self._dispatch.launch(call.name, call.slot, call.work, (partial,), call.result)
 
     def gather_many(
         self, tensors: Sequence[torch.Tensor], plan: TokenPlan, *, batch: int = 0
@@ -115,30 +124,23 @@ class TokenExchange(GroupVerbs):
         """Gather tensors [L, any width] of any dtypes in one message, e.g. hidden, ids, weights, scales.
 
         Returns a contiguous [G, width] tensor for each. The first call with new widths and dtypes is confirmed
-        with all ranks.
+        with all ranks, and has buffers of its own.
         """
-        self._dispatch.check_plan(plan)
-        count = plan.counts[self.layout.dp_rank]
-        for index, tensor in enumerate(tensors):
-            check_rows(f"tensors[{index}]", tensor, count, width=None, dtype=None, device=self.device)
-        message = self._message([(tensor.shape[1], tensor.dtype) for tensor in tensors])
-        transport = self._dispatch.route("gather_many", plan)
-        buffers = self._message_buffers(message, plan.rows, count, batch)
-        packed, arrived, *views = (view for _, view in buffers)
+        call = self._many_call(tensors, plan, batch=batch)
+        self._run(call.name, call.work)
+        return call.result
 
-        def work() -> None:
-            message.pack(packed, tensors)
-            transport.gather(arrived, packed, plan, partial=False)
-            message.unpack(views, arrived)
-
-        self._dispatch.confirm(Op.GATHER_MANY, plan, batch)
-        self._run("gather_many", work)
-        return views
+    def gather_many_async(
+        self, tensors: Sequence[torch.Tensor], plan: TokenPlan, *, batch: int = 0
+    ) -> Pending[list[torch.Tensor]]:
+        """Like ``gather_many``, on the comm stream. Raises SlotBusyError while the same message is in flight."""
+        call = self._many_call(tensors, plan, batch=batch)
+        return self._dispatch.launch(call.name, call.slot, call.work, tuple(tensors), call.result)
 
     def scatter(self, full: torch.Tensor, plan: TokenPlan) -> torch.Tensor:
         """Return this dp rank's rows of ``full`` [G, any width] as a view [L, width]; no communication."""
         self._dispatch.check_plan(plan)
-        check_rows("full", full, plan.rows, width=None, dtype=None, device=self.device)
+        full = checked_rows("full", full, plan.rows, device=self.device)
         start = plan.starts[self.layout.dp_rank]
         return full[start : start + plan.counts[self.layout.dp_rank]]
 
@@ -152,10 +154,10 @@ class TokenExchange(GroupVerbs):
             raise ConfigError("reserve() needs max_rows at construction, got None")
         message = self._message(many) if many else None
         for batch in range(batches):
-            self._buffer("gather", batch, 0, (self.hidden, self.dtype), self.max_rows)
-            self._buffer("combine", batch, 0, (self.hidden, self.dtype), self.max_local_rows)
+            self._slot("gather", batch, 0, self.max_rows)
+            self._slot("combine", batch, 0, self._combine_rows)
             if message:
-                self._message_buffers(message, 0, 0, batch)
+                self._message_slot(message, batch, 0, 0)
 
     def explain(self, plan: TokenPlan) -> list[TransportVerdict]:
         """Return, for each transport, whether it would carry this plan, and why or why not."""
@@ -174,8 +176,11 @@ class TokenExchange(GroupVerbs):
         self._dispatch.drain()
 
     def close(self) -> None:
-        """Wait for the comm stream and give up every buffer and event; local; a second call does nothing."""
-        self._dispatch.close()
+        """Give up every buffer and event once the device is done with them; local; a second call does nothing.
+
+        Raises RankMismatchError when it isn't done within ``Options.timeout``: a rank is lost.
+        """
+        self._dispatch.close(wait=True)
 
     def __enter__(self) -> TokenExchange:
         return self
@@ -183,74 +188,98 @@ class TokenExchange(GroupVerbs):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # After an error the others may never come: don't wait for them, and let the error through.
+        self._dispatch.close(wait=kind is None)
 
-    def _gather_call(self, local: torch.Tensor, plan: TokenPlan, *, partial: bool, batch: int) -> Call:
+    def _gather_call(
+        self, local: torch.Tensor, plan: TokenPlan, *, partial: bool, batch: int
+    ) -> _Call[torch.Tensor]:
         self._dispatch.check_plan(plan)
         count = plan.counts[self.layout.dp_rank]
-        check_rows("local", local, count, width=self.hidden, dtype=self.dtype, device=self.device)
+        local = checked_rows("local", local, count, width=self.hidden, dtype=self.dtype, device=self.device)
         if partial:
             check_summed("gather(partial=True)", self.dtype)
-        transport = self._dispatch.route("gather", plan)
-        slot, out = self._buffer("gather", batch, plan.rows, (self.hidden, self.dtype), self.max_rows)
-        self._dispatch.confirm(Op.GATHER, plan, batch, partial=partial)
-        source = local.detach()
-        return slot, out, lambda: transport.gather(out, source, plan, partial=partial)
+        name, transport = self._dispatch.route(plan)
+        self._dispatch.confirm(Op.GATHER, "gather", plan, batch, partial=partial)
+        slot = self._slot("gather", batch, plan.rows, self.max_rows, local)
+        out = slot.view(plan.rows, self.hidden, self.dtype)
+        return _Call(f"{name}.gather", slot, lambda: transport.gather(out, local, plan, partial=partial), out)
 
-    def _combine_call(self, partial: torch.Tensor, plan: TokenPlan, *, batch: int) -> Call:
+    def _combine_call(self, partial: torch.Tensor, plan: TokenPlan, *, batch: int) -> _Call[torch.Tensor]:
         self._dispatch.check_plan(plan)
-        check_rows("partial", partial, plan.rows, width=self.hidden, dtype=self.dtype, device=self.device)
         check_summed("combine", self.dtype)
-        if self.max_local_rows is not None and max(plan.sizes) > self.max_local_rows:
-            raise CapacityError(f"a dp rank needs {max(plan.sizes)} rows, max_local_rows is {self.max_local_rows}")
-        transport = self._dispatch.route("combine", plan)
+        partial = checked_rows(
+            "partial", partial, plan.rows, width=self.hidden, dtype=self.dtype, device=self.device
+        )
+        name, transport = self._dispatch.route(plan)
+        self._dispatch.confirm(Op.COMBINE, "combine", plan, batch)
         rows, first = transport.combine_rows(plan)
-        own = plan.counts[self.layout.dp_rank]
-        whole = rows > plan.sizes[self.layout.dp_rank]  # the sum is made in a copy of the global buffer
-        verb, most = ("combine.whole", self.max_rows) if whole else ("combine", self.max_local_rows)
-        slot, out = self._buffer(verb, batch, rows, (self.hidden, self.dtype), most)
-        self._dispatch.confirm(Op.COMBINE, plan, batch)
-        source = partial.detach()
-        return slot, out[first : first + own], lambda: transport.combine(out, source, plan)
+        slot = self._slot("combine", batch, rows, self._combine_rows, partial)
+        out = slot.view(rows, self.hidden, self.dtype)
+        own = out[first : first + plan.counts[self.layout.dp_rank]]
+        return _Call(f"{name}.combine", slot, lambda: transport.combine(out, partial, plan), own)
 
-    def _buffer(
-        self, verb: str, batch: int, rows: int, field: tuple[int, torch.dtype], most: int | None
-    ) -> tuple[Slot, torch.Tensor]:
-        """Return the slot of (verb, batch) and its first ``rows`` rows; ``most`` rows are reserved."""
-        width, dtype = field
-        row_bytes = width * dtype.itemsize
-        reserve = None if most is None else most * row_bytes
-        slot = self._dispatch.slot(verb, batch, rows * row_bytes, reserve=reserve)
-        return slot, slot.view(rows, width, dtype)
-
-    def _message_buffers(
-        self, message: MessageLayout, rows: int, local_rows: int, batch: int
-    ) -> list[tuple[Slot, torch.Tensor]]:
-        """Return the packed rows, the message as it arrives, and one output for each field."""
-        whole = (message.row_bytes, torch.uint8)
-        # Buffers of their own for each kind of message: a wider one would outgrow what was reserved.
-        verb = f"gather_many.{message.name}"
-        return [
-            self._buffer(f"{verb}.pack", batch, local_rows, whole, self.max_local_rows),
-            self._buffer(f"{verb}.message", batch, rows, whole, self.max_rows),
-            *(
-                self._buffer(f"{verb}.{index}", batch, rows, field, self.max_rows)
-                for index, field in enumerate(message.fields)
-            ),
+    def _many_call(
+        self, tensors: Sequence[torch.Tensor], plan: TokenPlan, *, batch: int
+    ) -> _Call[list[torch.Tensor]]:
+        self._dispatch.check_plan(plan)
+        count = plan.counts[self.layout.dp_rank]
+        checked = [
+            checked_rows(f"tensors[{index}]", tensor, count, device=self.device)
+            for index, tensor in enumerate(tensors)
         ]
+        message = self._message([(tensor.shape[1], tensor.dtype) for tensor in checked])
+        name, transport = self._dispatch.route(plan)
+        self._dispatch.confirm(Op.GATHER_MANY, _many(message), plan, batch)
+        slot = self._message_slot(message, batch, count, plan.rows, *checked)
+        packed, arrived, outs = message.carve(slot.buffer, count, plan.rows)
+
+        def work() -> None:
+            message.pack(packed, checked)
+            transport.gather(arrived, packed, plan, partial=False)
+            message.unpack(outs, arrived)
+
+        return _Call(f"{name}.gather_many", slot, work, outs)
+
+    def _slot(self, verb: str, batch: int, rows: int, most: int | None, *inputs: torch.Tensor) -> Slot:
+        reserve = None if most is None else most * self._row_bytes
+        return self._dispatch.slot(verb, batch, rows * self._row_bytes, reserve=reserve, inputs=inputs)
+
+    def _message_slot(
+        self, message: MessageLayout, batch: int, local_rows: int, rows: int, *inputs: torch.Tensor
+    ) -> Slot:
+        reserve = None
+        if self.max_rows is not None and self.max_local_rows is not None:
+            reserve = message.nbytes(self.max_local_rows, self.max_rows)
+        nbytes = message.nbytes(local_rows, rows)
+        return self._dispatch.slot(_many(message), batch, nbytes, reserve=reserve, inputs=inputs)
 
     def _message(self, fields: Sequence[tuple[int, torch.dtype]]) -> MessageLayout:
         """Return the layout for ``fields``; a new one is confirmed with all ranks once."""
         key = tuple(fields)
         if key not in self._messages:
             message = MessageLayout(key)
-            names = digest64(repr(key).encode())
-            self.groups.control.call_equal(Op.SIGNATURE, {"fields": names}, shown={"fields": key})
+            names = digest64(message.name.encode())
+            self.groups.control.call_equal(Op.SIGNATURE, {"fields": names}, shown={"fields": message.name})
             self._messages[key] = message
         return self._messages[key]
 
     def _run(self, verb: str, work: Callable[[], None]) -> None:
         self._dispatch.run(verb, work)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call(Generic[T]):
+    """A call that passed the door: what it is counted as, its slot, its work, and the view that it will fill."""
+
+    name: str
+    slot: Slot
+    work: Callable[[], None]
+    result: T
+
+
+def _many(message: MessageLayout) -> str:
+    return f"gather_many({message.name})"
 
 
 def _with_index(device: torch.device) -> torch.device:

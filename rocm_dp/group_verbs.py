@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from rocm_dp.checks import check_rows, check_summed
+from rocm_dp.checks import check_summed, checked_rows
 from rocm_dp.errors import TensorError
 from rocm_dp.transports import collectives
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 class GroupVerbs(ABC):
     """All-reduce, reduce-scatter and all-gather of ``[rows, width]`` over tp, cp and the MoE-cp group.
 
-    Each writes ``out`` (None: a new tensor) and returns it; ``x`` is not written, unless it is ``out``.
+    Each writes ``out`` (None: a new tensor) and returns it; ``x`` is not written, unless it is ``out``. The MoE-cp
+    group is ``Groups.moe_dp``: the ranks that exchange tokens before the MoE.
     """
 
     groups: Groups
@@ -64,46 +65,45 @@ class GroupVerbs(ABC):
         return self._all_gather("moe_dp", x, out)
 
     def _all_reduce(self, name: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        check_summed(f"{name} all-reduce", x.dtype)
-        out = self._door(f"{name} all-reduce", x, out, x.shape[0])
-        group = self._group(name)
+        group, x = self._door(f"{name} all-reduce", name, x, summed=True)
+        out = self._out(f"{name} all-reduce", x, out, x.shape[0])
 
         def work() -> None:
             if out.data_ptr() != x.data_ptr():
                 out.copy_(x)
-            if group.size() > 1:
-                collectives.all_reduce(out, group)
+            collectives.all_reduce(out, group)
 
         self._run(f"{name}_all_reduce", work)
         return out
 
     def _reduce_scatter(self, name: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        check_summed(f"{name} reduce-scatter", x.dtype)
-        group = self._group(name)
+        group, x = self._door(f"{name} reduce-scatter", name, x, summed=True)
         if x.shape[0] % group.size():
             raise TensorError(
                 f"{name} reduce-scatter cuts rows in {group.size()} equal parts, got {x.shape[0]} rows"
             )
-        out = self._door(f"{name} reduce-scatter", x, out, x.shape[0] // group.size())
+        out = self._out(f"{name} reduce-scatter", x, out, x.shape[0] // group.size())
         self._run(f"{name}_reduce_scatter", lambda: collectives.reduce_scatter(out, x, group))
         return out
 
     def _all_gather(self, name: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        group = self._group(name)
-        out = self._door(f"{name} all-gather", x, out, x.shape[0] * group.size())
+        group, x = self._door(f"{name} all-gather", name, x, summed=False)
+        out = self._out(f"{name} all-gather", x, out, x.shape[0] * group.size())
         self._run(f"{name}_all_gather", lambda: collectives.all_gather(out, x, group))
         return out
 
-    def _group(self, name: str) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = getattr(self.groups, name)
-        return group
+    def _door(
+        self, verb: str, name: str, x: torch.Tensor, *, summed: bool
+    ) -> tuple[dist.ProcessGroup, torch.Tensor]:
+        x = checked_rows(f"{verb} input", x, None, device=self.device)
+        if summed:
+            check_summed(verb, x.dtype)
+        return getattr(self.groups, name), x
 
-    def _door(self, verb: str, x: torch.Tensor, out: torch.Tensor | None, rows: int) -> torch.Tensor:
-        check_rows(f"{verb} input", x, x.shape[0], width=None, dtype=None, device=self.device)
+    def _out(self, verb: str, x: torch.Tensor, out: torch.Tensor | None, rows: int) -> torch.Tensor:
         if out is None:
             return x.new_empty(rows, x.shape[1])
-        check_rows(f"{verb} out", out, rows, width=x.shape[1], dtype=x.dtype, device=self.device)
-        return out
+        return checked_rows(f"{verb} out", out, rows, width=x.shape[1], dtype=x.dtype, device=self.device)
 
     @abstractmethod
     def _run(self, verb: str, work: Callable[[], None]) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rocm_dp.control import Control, Op
 from rocm_dp.errors import ClosedError, ConfigError
+from rocm_dp.plan import digest64
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -26,7 +27,7 @@ class Groups:
     ``world`` all ranks; ``tp`` those that share this rank's dp and cp rank; ``cp`` those that share its dp and
     tp rank; ``moe_dp`` those that exchange tokens before the MoE; ``cpu`` a gloo group over the world, and
     ``control`` the control plane on it. Make one with ``create`` (owned, destroyed by ``close``) or ``borrow``
-    (never destroyed here).
+    (never destroyed here). Groups of the same ranks are one and the same.
     """
 
     world: dist.ProcessGroup
@@ -46,15 +47,17 @@ class Groups:
     ) -> None:
         self.layout = layout
         self.control = control
+        # What exchanges on these groups share, by device: see dispatch.
+        self.attached: dict[object, Any] = {}
+        world = dist.get_process_group_ranks(groups["world"])
+        if len(world) != layout.world_size:
+            raise ConfigError(f"the world group must hold {layout.world_size} ranks, got {len(world)}")
         for name, ranks in group_ranks(layout).items():
-            size, rank = dist.get_world_size(groups[name]), dist.get_rank(groups[name])
-            if (size, rank) != (len(ranks), ranks.index(layout.rank)):
-                raise ConfigError(
-                    f"the {name} group must hold ranks {ranks} in this order with rank {layout.rank} at "
-                    f"{ranks.index(layout.rank)}, got {size} ranks with this one at {rank}"
-                )
+            wanted, got = [world[rank] for rank in ranks], dist.get_process_group_ranks(groups[name])
+            if wanted != got:
+                raise ConfigError(f"the {name} group must hold ranks {wanted} in this order, got {got}")
             setattr(self, name, groups[name])
-        self._owned = [groups[name] for name in groups] if owned else []
+        self._owned = list({id(group): group for group in groups.values()}.values()) if owned else []
         self._closed = False
 
     @classmethod
@@ -65,32 +68,44 @@ class Groups:
 
         ``backend`` of the device groups (None: that of the default group). ``timeout`` bounds every collective
         on them. Raises ConfigError when the default group is missing or differs from the layout, and
-        RankMismatchError on every rank when the ranks' layouts differ.
+        RankMismatchError on every rank when the ranks' layouts or backends differ.
         """
         if not dist.is_initialized():
             raise ConfigError("torch.distributed must be initialised before Groups.create")
         world, rank = dist.get_world_size(), dist.get_rank()
-        if (world, rank) != (layout.world_size, layout.rank):
-            raise ConfigError(
-                f"layout is rank {layout.rank} of {layout.world_size}, torch.distributed is rank {rank} of {world}"
-            )
         cpu = dist.new_group(backend="gloo", timeout=timeout)
         control = Control(cpu)
         made = {"cpu": cpu}
         try:
             control.call_equal(
                 Op.GROUPS,
-                {"dp_size": layout.dp_size, "cp_size": layout.cp_size, "moe_dp_size": layout.moe_dp_size},
+                {
+                    "world_size": layout.world_size,
+                    "rank - its own in torch.distributed": layout.rank - rank,
+                    "dp_size": layout.dp_size,
+                    "cp_size": layout.cp_size,
+                    "moe_dp_size": layout.moe_dp_size,
+                    "backend": digest64(str(backend).encode()),
+                },
+                shown={"backend": backend},
             )
+            if (world, rank) != (layout.world_size, layout.rank):
+                raise ConfigError(
+                    f"layout is rank {layout.rank} of {layout.world_size}, "
+                    f"torch.distributed is rank {rank} of {world}"
+                )
+            shared: dict[str, dist.ProcessGroup] = {}
             for name, partition in _partitions(layout).items():
                 # Not use_local_synchronization: it names a group after its ranks, so that one made again after
                 # a close() would meet the stale addresses of the first in the store.
-                made[name], _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-                    partition, timeout=timeout, backend=backend
-                )
+                if str(partition) not in shared:
+                    shared[str(partition)], _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+                        partition, timeout=timeout, backend=backend
+                    )
+                made[name] = shared[str(partition)]
             return cls(layout, made, control=control, owned=True)
         except BaseException:
-            _destroy(list(made.values()))
+            _destroy(list({id(group): group for group in made.values()}.values()))
             raise
 
     @classmethod

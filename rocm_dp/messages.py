@@ -33,9 +33,28 @@ class MessageLayout:
             if nbytes < 1:
                 raise TensorError(f"every tensor of gather_many needs a width of at least 1, got {width}")
             self._spans.append(slice(offset, offset + nbytes))
-            offset += -(-nbytes // _ALIGN) * _ALIGN
+            offset += _rounded(nbytes)
         self.row_bytes = offset
         self.name = "+".join(f"{width}x{str(dtype).removeprefix('torch.')}" for width, dtype in self.fields)
+
+    def nbytes(self, local_rows: int, rows: int) -> int:
+        """Return the room that a message of ``local_rows`` to ``rows`` takes, unpacked tensors included."""
+        outs = sum(_rounded(rows * width * dtype.itemsize) for width, dtype in self.fields)
+        return (local_rows + rows) * self.row_bytes + outs
+
+    def carve(
+        self, buffer: torch.Tensor, local_rows: int, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Cut ``buffer`` into the packed rows, the message as it arrives (both uint8), and a tensor a field."""
+        at = (local_rows + rows) * self.row_bytes
+        message = buffer[:at].view(local_rows + rows, self.row_bytes)
+        packed, arrived = message[:local_rows], message[local_rows:]
+        outs = []
+        for width, dtype in self.fields:
+            size = rows * width * dtype.itemsize
+            outs.append(buffer[at : at + size].view(dtype).view(rows, width))
+            at += _rounded(size)
+        return packed, arrived, outs
 
     def pack(self, packed: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Copy ``tensors`` [L, width] into ``packed`` uint8 [L, row_bytes]."""
@@ -46,3 +65,7 @@ class MessageLayout:
         """Copy ``packed`` uint8 [G, row_bytes] into ``tensors`` [G, width]."""
         for span, tensor in zip(self._spans, tensors, strict=True):
             as_bytes(tensor).copy_(packed[:, span])
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN

@@ -6,7 +6,10 @@ from dataclasses import dataclass
 
 from rocm_dp.errors import ConfigError
 
-MIN_IN_FLIGHT = 32
+# Ready and done, the hand-over between callers' streams, and those that torch.distributed makes of its own: one for
+# each collective, of which a call has three at most.
+RECORDS_PER_CALL = 6
+MIN_IN_FLIGHT = 9 * (RECORDS_PER_CALL + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,9 @@ class Options:
     """Options of a TokenExchange; equal on all ranks.
 
     ``transport``: use this one and no other (None: the first in the table that can). ``max_events``: cap of the
-    event pool. ``max_in_flight``: how many event records the host may run ahead of the device. ``confirm_calls``:
+    event pool. ``max_in_flight``: how many event records the host may run ahead of the device, those of
+    torch.distributed counted in. ``timeout``: seconds that the host waits for the device before it takes a rank
+    for lost. ``confirm_calls``:
     before each call compare verb, batch and plan over the control plane, so that ranks that diverge get a named
     error in place of a hang (a round trip on the CPU for each call: for tests and validation).
     ``poison``: fill each returned buffer with 0xFF (NaN in every float dtype) before it is written.
@@ -25,6 +30,7 @@ class Options:
     transport: str | None = None
     max_events: int = 256
     max_in_flight: int = 1024
+    timeout: float = 300.0
     confirm_calls: bool = False
     poison: bool = False
 
@@ -33,16 +39,18 @@ class Options:
             raise ConfigError(f"max_events must lie in [1, 4096), got {self.max_events}")
         if not MIN_IN_FLIGHT <= self.max_in_flight < 4096:
             raise ConfigError(f"max_in_flight must lie in [{MIN_IN_FLIGHT}, 4096), got {self.max_in_flight}")
+        if not self.timeout > 0:
+            raise ConfigError(f"timeout must be above 0 seconds, got {self.timeout}")
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeStats:
-    """Everything a TokenExchange ever made; after warm-up only ``calls`` may change.
+    """Everything a TokenExchange ever made; after warm-up only the last three may change.
 
-    ``slots`` (verb, batch) pairs in use; ``buffers_made`` allocations ever; ``buffer_bytes`` held now;
-    ``growths`` buffers outgrown; ``events_made`` / ``events_held``; ``streams_made``; ``records_in_flight``
-    event records that the device may not have reached; ``pendings`` calls not waited for; ``calls`` verbs
-    issued, by transport and verb.
+    ``slots`` in use, one for each batch of a verb (of each kind of message, for gather_many); ``buffers_made``
+    allocations ever; ``buffer_bytes`` held now; ``growths`` buffers outgrown; ``events_made`` / ``events_held``
+    and ``streams_made`` of the comm stream; ``records_in_flight`` event records that the device may not have
+    reached (an upper bound); ``pendings`` calls not waited for; ``calls`` issued, by transport and verb.
     """
 
     slots: int

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, TypeVar
 
+from rocm_dp.errors import ConfigError
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -16,8 +18,10 @@ def interleave(*batches: Generator[None, None, T]) -> list[T]:
 
     The turns depend on nothing but the generators' lengths, so the collectives of all batches are issued in
     one order on every rank. If one batch raises, the others are closed and its error goes on; call ``drain``
-    on the exchange before it is used again.
+    on the exchange before it is used again. Raises ConfigError for the same generator twice.
     """
+    if len({id(batch) for batch in batches}) < len(batches):
+        raise ConfigError("every batch must be a generator of its own, got one twice")
     results: dict[int, T] = {}
     with ExitStack() as stack:
         for batch in batches:

@@ -63,15 +63,20 @@ def sum_error(got: torch.Tensor, addends: Sequence[torch.Tensor]) -> float:
 
     The bound for ``n`` addends summed in any order with unit roundoff ``u`` is ``n * u * sum(|addend|)`` for each
     element (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2, to first order, plus one for
-    the final rounding). NaN or infinity in ``got`` where the sum is finite gives infinity.
+    the final rounding). Infinity for another shape, and for NaN or infinity in ``got`` where the sum has none.
     """
+    stack = torch.stack([addend.double() for addend in addends])
+    total = stack.sum(0)
+    if got.shape != total.shape:
+        return torch.inf
     if not got.numel():
         return 0.0
-    stack = torch.stack([addend.double() for addend in addends])
     unit = torch.finfo(got.dtype).eps / 2
     bound = len(addends) * unit * stack.abs().sum(0) + torch.finfo(got.dtype).smallest_normal
-    error = (got.double() - stack.sum(0)).abs() / bound
-    return float(torch.nan_to_num(error, nan=torch.inf, posinf=torch.inf).max())
+    error = torch.nan_to_num((got.double() - total).abs() / bound, nan=torch.inf, posinf=torch.inf)
+    rounded = total.to(got.dtype)
+    as_expected = ~rounded.isfinite() & ((got == rounded) | (got.isnan() & rounded.isnan()))
+    return float(error.masked_fill(as_expected, 0.0).max())
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

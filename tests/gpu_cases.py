@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -11,9 +12,10 @@ import torch
 from exchange_cases import MANY, Grid, H, an_exchange, any_bits, numbers
 from lifetime_cases import MOST, flat, reserved
 
-from rocm_dp import Options, PaddingMode, TokenPlan, reference
+from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan, reference
 from rocm_dp.comm_stream import CommStream
 from rocm_dp.errors import CapacityError
+from rocm_dp.testing import rank_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -156,17 +158,65 @@ def captured(rank: int, grid: Grid, transport: str, replays: int) -> int:
     return replays
 
 
-def growth_while_capturing(rank: int, grid: Grid) -> str:
-    """An exchange without reserved buffers refuses to allocate inside a capture."""
+def growing_buffers_in_a_capture(rank: int, grid: Grid) -> str:
+    """A buffer that may grow is refused inside a capture, made before or not: the graph would keep the old one."""
     plan = TokenPlan((5,) * grid.dp, PaddingMode.SUM_LEN)
     with an_exchange(rank, grid) as exchange:
         local = any_bits(5, H, torch.bfloat16, seed=1).to(exchange.device)
+        said = []
+        for _ in range(2):
+            torch.cuda.synchronize()
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device=exchange.device)
+                try:
+                    exchange.gather(local, plan)
+                except CapacityError as error:
+                    said.append(str(error))
+            exchange.gather(local, plan)
+        assert len(said) == 2
+        return said[1]
+
+
+def two_callers_two_exchanges(rank: int, grid: Grid, rounds: int) -> int:
+    """Two exchanges on the same groups, called from two streams by turns, sync and async: how many were wrong."""
+    wrong = 0
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]  # type: ignore[no-untyped-call]
+    with (
+        reserved(rank, grid, Options()) as first,
+        TokenExchange(first.layout, first.groups, device=first.device, hidden=H, dtype=torch.float32) as second,
+    ):
+        assert first.stats().streams_made == second.stats().streams_made == 1
+        for seed in range(rounds):
+            plan = TokenPlan(tuple((seed * 5 + 7 * d) % MOST for d in range(grid.dp)), PaddingMode.SUM_LEN)
+            for exchange, stream in ((first, streams[seed % 2]), (second, streams[1 - seed % 2])):
+                locals_ = [any_bits(n, H, exchange.dtype, seed * 64 + d) for d, n in enumerate(plan.counts)]
+                with torch.cuda.stream(stream):
+                    mine = locals_[rank].to(exchange.device, non_blocking=True)
+                    pending = None if seed % 3 else exchange.gather_async(mine, plan)
+                    got = (exchange.gather(mine, plan) if pending is None else pending.wait()).cpu()
+                wrong += not reference.same_bits(got, reference.gather(locals_, plan))
+    return wrong
+
+
+def raise_with_a_call_in_flight(rank: int) -> tuple[str, float]:
+    """Rank 0 launches a gather and fails; rank 1 stays away. How long the exchange held up the error."""
+    plan = TokenPlan((5, 3), PaddingMode.SUM_LEN)
+    layout = Grid(2, 2).layout(rank)
+    groups = Groups.create(layout)
+    local = any_bits(plan.counts[rank], H, torch.bfloat16, seed=1).to(rank_device())
+    try:
+        with TokenExchange(layout, groups, device=rank_device(), hidden=H, dtype=torch.bfloat16) as exchange:
+            exchange.gather(local, plan)
+            torch.cuda.synchronize()
+            start = time.monotonic()
+            if rank == 0:
+                exchange.gather_async(local, plan)
+                raise ValueError("the attention of rank 0 failed")
+            time.sleep(15)
+            exchange.gather(local, plan)
+    except ValueError as error:
+        return str(error), time.monotonic() - start
+    finally:
         torch.cuda.synchronize()
-        said = ""
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            torch.zeros(1, device=exchange.device)
-            try:
-                exchange.gather(local, plan)
-            except CapacityError as error:
-                said = str(error)
-        return said
+        groups.close()
+    return "", 0.0

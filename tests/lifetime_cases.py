@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from exchange_cases import MANY, Case, Grid, H, an_exchange, any_bits, check_combine, check_gather
 
-from rocm_dp import PaddingMode, Phase, RankLayout, TokenExchange, TokenPlan, interleave, reference
+from rocm_dp import PaddingMode, Phase, RankLayout, TokenExchange, TokenPlan, confirm, interleave, reference
 from rocm_dp.errors import (
     CapacityError,
     ClosedError,
@@ -19,6 +20,7 @@ from rocm_dp.errors import (
     RocmDpError,
     SlotBusyError,
     StaleViewError,
+    TensorError,
 )
 from rocm_dp.groups import Groups
 from rocm_dp.testing import rank_device
@@ -98,6 +100,7 @@ def one_step(exchange: TokenExchange, plan: TokenPlan) -> None:
     exchange.gather(local, plan)
     exchange.combine(whole, plan)
     exchange.gather_many(many, plan)
+    exchange.gather_many_async(many, plan, batch=1).wait()
     gathers = [exchange.gather_async(local, plan, batch=batch) for batch in (0, 1)]
     for pending in gathers:
         pending.wait()
@@ -133,13 +136,93 @@ def errors_of(rank: int, grid: Grid) -> dict[str, str]:
         expect("dp", ConfigError, lambda: exchange.gather(local, TokenPlan((3,), PaddingMode.SUM_LEN)))
         expect("reserve", ConfigError, exchange.reserve)
         expect("nothing", ValueError, lambda: exchange.gather_many([], plan))  # type: ignore[arg-type]
+        for name, misuse in aliases(exchange, plan).items():
+            expect(name, TensorError, misuse)
+        expect("conjugate", TensorError, lambda: exchange.gather_many([conjugate(exchange)], plan))
+        expect("list", TensorError, lambda: exchange.tp_all_reduce([1.0]))  # type: ignore[arg-type]
+        expect("0-d", TensorError, lambda: exchange.tp_all_gather(torch.zeros((), device=exchange.device)))
         assert exchange.gather(local, plan).shape == (plan.rows, H)
     expect("closed", ClosedError, lambda: exchange.gather(local, plan))
+    for name, call in {
+        "closed tp": lambda: exchange.tp_all_reduce(local),
+        "closed scatter": lambda: exchange.scatter(local, plan),
+        "closed groups": lambda: confirm(plan, groups=exchange.groups),
+    }.items():
+        expect(name, ClosedError, call)
+    expect("closed pending", StaleViewError, first.wait)
     with an_exchange(rank, grid, torch.float8_e4m3fn) as exchange:
         rows = torch.zeros(plan.rows, H, dtype=torch.float8_e4m3fn, device=exchange.device)
         expect("fp8 combine", DtypeError, lambda: exchange.combine(rows, plan))
         expect("fp8 partial", DtypeError, lambda: exchange.gather(rows[:3], plan, partial=True))
     return said
+
+
+def aliases(exchange: TokenExchange, plan: TokenPlan) -> dict[str, Callable[[], object]]:
+    """Calls whose input is a view of the buffer that they write."""
+    ones = torch.ones(3, H, dtype=torch.bfloat16, device=exchange.device)
+    own = exchange.scatter(exchange.gather(ones, plan), plan)
+    message = exchange.gather_many([own.clone()], plan)[0]
+    return {
+        "alias gather": lambda: exchange.gather(own, plan),
+        "alias many": lambda: exchange.gather_many([exchange.scatter(message, plan)], plan),
+    }
+
+
+def conjugate(exchange: TokenExchange) -> torch.Tensor:
+    return torch.zeros(3, 1, dtype=torch.complex64, device=exchange.device).conj()
+
+
+def columns_of_any_stride(rank: int, grid: Grid) -> bool:
+    """[N, 1] tensors are contiguous with any stride in their last dimension: column-major scales, say."""
+    plan = TokenPlan(tuple(3 + d for d in range(grid.dp)), PaddingMode.SUM_LEN)
+    with an_exchange(rank, grid) as exchange:
+        own = plan.counts[rank]
+        scales = torch.arange(own * 3.0, device=exchange.device).view(own, 3).t().contiguous().t()[:, :1]
+        scales = torch.empty_strided((own, 1), (1, own), device=exchange.device).copy_(scales)
+        assert scales.is_contiguous()
+        assert scales.stride(1) != 1
+        [got] = exchange.gather_many([scales], plan)
+        want = torch.cat([torch.arange(n, dtype=torch.float32)[:, None] * 3 for n in plan.counts])
+        return torch.equal(got.cpu(), want)
+
+
+def calls_counted(rank: int, grid: Grid) -> dict[str, int]:
+    """A refused call isn't counted, and leaves the last result as it was."""
+    plan = TokenPlan((3,) * grid.dp, PaddingMode.SUM_LEN)
+    with an_exchange(rank, grid, poison=True) as exchange:
+        local = torch.ones(3, H, dtype=torch.bfloat16, device=exchange.device)
+        pending = exchange.gather_async(local, plan)
+        for _ in range(3):
+            try:
+                exchange.gather(local, plan)
+            except SlotBusyError:
+                continue
+        assert bool((pending.wait() == 1).all())
+        return dict(exchange.stats().calls)
+
+
+def many_exchanges_on_the_same_groups(rank: int, grid: Grid) -> tuple[int, int, bool]:
+    """Exchanges on the same groups share one comm stream, and the last one to close ends it."""
+    layout = grid.layout(rank)
+    plan = TokenPlan((2,) * grid.dp, PaddingMode.SUM_LEN)
+    with Groups.create(layout) as groups:
+        made = [
+            TokenExchange(layout, groups, device=rank_device(), hidden=H, dtype=dtype)
+            for dtype in (torch.bfloat16, torch.float16)
+        ]
+        pendings = [
+            exchange.gather_async(
+                torch.full((2, H), rank + 1.0, dtype=exchange.dtype, device=exchange.device), plan
+            )
+            for exchange in made
+        ]
+        right = all(pending.wait()[:, 0].tolist() == [1, 1, 2, 2] for pending in pendings)
+        shared = len(groups.attached)
+        made[0].close()
+        again = made[1].gather(torch.ones(2, H, dtype=torch.float16, device=made[1].device), plan)
+        right = right and bool((again == 1).all())
+        made[1].close()
+        return shared, len(groups.attached), right
 
 
 def capacity_errors(rank: int, grid: Grid, options: Options) -> list[str]:
@@ -149,10 +232,17 @@ def capacity_errors(rank: int, grid: Grid, options: Options) -> list[str]:
         for count in (MOST * grid.dp + 1, MOST + 1):
             plan = TokenPlan((count,) + (0,) * (grid.dp - 1), PaddingMode.SUM_LEN)
             rows = torch.zeros(plan.rows, H, dtype=torch.bfloat16, device=exchange.device)
-            try:
-                exchange.combine(rows, plan)
-            except CapacityError as error:
-                said.append(str(error))
+            own = rows[: plan.counts[exchange.layout.dp_rank]]
+            calls: list[Callable[[], object]] = [
+                partial(exchange.combine, rows, plan),
+                partial(exchange.gather, own, plan),
+                partial(exchange.gather_many, [own], plan),
+            ]
+            for call in calls:
+                try:
+                    call()
+                except CapacityError as error:
+                    said.append(str(error))
         assert exchange.stats().buffer_bytes == bytes_before
     return said
 

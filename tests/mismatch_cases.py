@@ -118,6 +118,41 @@ def make_groups(rank: int) -> tuple[str, str, dict[int, object], float]:
     return outcome(lambda: Groups.create(RankLayout(rank, 2, 2 - rank)).close())
 
 
+def take_another_place(rank: int) -> tuple[str, str, dict[int, object], float]:
+    """Rank 1 believes that it is rank 2."""
+    return outcome(lambda: Groups.create(RankLayout(2 if rank == 1 else rank, 3, 3)).close())
+
+
+def borrow_crossed_groups(rank: int) -> tuple[str, str, dict[int, object], float]:
+    """cp groups {0, 3} and {1, 2} in place of {0, 2} and {1, 3}: right sizes and places, wrong members."""
+    layout = RankLayout(rank, 4, 1, 2)
+    with Groups.create(layout) as own:
+        crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])  # type: ignore[no-untyped-call]
+        given = {"world": own.world, "tp": own.tp, "cp": crossed, "moe_dp": own.moe_dp, "cpu": own.cpu}
+        said = outcome(lambda: Groups.borrow(layout, **given))
+        dist.destroy_process_group(crossed)
+        return said
+
+
+def borrow_and_return(rank: int) -> bool:
+    """An exchange on borrowed groups works, and closing them leaves the owner's alive."""
+    layout = RankLayout(rank, 4, 2)
+    plan = TokenPlan((1, 2), PaddingMode.SUM_LEN)
+    with Groups.create(layout) as own:
+        for _ in range(2):
+            with (
+                Groups.borrow(
+                    layout, world=own.world, tp=own.tp, cp=own.cp, moe_dp=own.moe_dp, cpu=own.cpu
+                ) as groups,
+                TokenExchange(layout, groups, device="cpu", hidden=H, dtype=torch.float32) as exchange,
+            ):
+                full = exchange.gather(torch.ones(plan.counts[layout.dp_rank], H), plan)
+                if not bool((full == 1).all()):
+                    return False
+        confirm(plan, groups=own)
+    return True
+
+
 def one_half_raises(rank: int) -> tuple[str, str, dict[int, object], float]:
     """Rank 0's second half-batch raises between its gather and its combine; rank 1 must get a named error."""
     with an_exchange(rank, Grid(2, 2), timeout=TIMEOUT) as exchange:

@@ -40,7 +40,7 @@ ROOMS = (
     ("workload", "testing_worker", "reference"),
     ("testing_crew",),
     ("testing",),
-    ("soak", "bench", "doctor", "demo", "integrations"),
+    ("aot", "soak", "bench", "doctor", "demo", "integrations"),
     ("cli",),
     ("__main__",),
     ("__init__",),

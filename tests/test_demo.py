@@ -43,8 +43,10 @@ def demo(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         ["--dp", "2"],
         ["--ranks", "4", "--dp", "2", "--dtype", "float32", "--routing", "least_loaded"],
         ["--dp", "1", "--cp", "2", "--no-overlap", "--transport", "all_reduce"],
+        ["--dp", "2", "--transport", "all_reduce"],
+        ["--dp", "2", "--transport", "all_gather"],
     ],
-    ids=["dp2", "dp2-tp2", "cp2-serial-all_reduce"],
+    ids=["dp2", "dp2-tp2", "cp2-serial-all_reduce", "all_reduce", "all_gather"],
 )
 def test_the_demo_verifies_every_step_and_stays_flat(tmp_path: Path, extra: list[str]) -> None:
     out = tmp_path / "out.json"
@@ -86,6 +88,7 @@ def test_a_trace_file_is_replayed_and_its_bad_lines_counted_only_when_asked(tmp_
         (["--ranks", "2", "--transport", "pigeon"], "pigeon"),
         (["--ranks", "2", "--trace", "nowhere.csv"], "nowhere.csv"),
         (["--ranks", "0"], "world_size must be at least 1"),
+        (["--ranks", "4", "--cp", "0"], "cp_size must be at least 1"),
         (["--speed", "0"], "above 0"),
         (["--ranks", "2", "--json", "no/such/folder.json"], "no/such"),
     ],

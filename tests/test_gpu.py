@@ -15,7 +15,7 @@ from exchange_cases import Grid, every_verb
 from test_exchange import cases_for
 
 from rocm_dp import Options
-from rocm_dp.testing import RankPool
+from rocm_dp.testing import RankPool, run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,12 +42,22 @@ def test_every_verb_equals_the_oracle(pair: RankPool, grid: Grid, transport: str
 
 
 @pytest.mark.parametrize(
-    ("transport", "counts"), [("all_gather", (8, 8)), ("all_gather_v", (8, 5)), ("all_gather_v", (8, 0))]
+    ("transport", "counts"),
+    [
+        ("all_gather", (8, 8)),
+        ("all_gather", (8,)),
+        ("all_gather_v", (8, 5)),
+        ("all_gather_v", (8, 0)),
+        ("all_gather_v", (8, 8)),
+        ("all_gather_v", (8,)),
+        ("all_gather_v", (7,)),
+        ("all_reduce", (8, 5)),
+    ],
 )
 def test_no_verb_allocates_device_memory_after_warm_up(
-    pair: RankPool, transport: str, counts: tuple[int, int]
+    pair: RankPool, transport: str, counts: tuple[int, ...]
 ) -> None:
-    for made in pair.run(cases.allocations_per_call, PAIR, transport, counts):
+    for made in pair.run(cases.allocations_per_call, Grid(2, len(counts)), transport, counts):
         assert set(made.values()) == {0}, made
 
 
@@ -73,10 +83,10 @@ def test_interleaved_halves_equal_the_same_halves_in_turn_bit_for_bit(pair: Rank
     assert pair.run(lifetime_cases.two_batches_equal_one_after_the_other, PAIR, 100) == [200, 200]
 
 
-@pytest.mark.parametrize("limit", [32, 100, 1024])
+@pytest.mark.parametrize("limit", [63, 200, 1024])
 def test_the_host_never_runs_ahead_of_more_records_than_the_limit(pair: RankPool, limit: int) -> None:
     for most, resources in pair.run(cases.run_ahead, PAIR, limit, 3000):
-        assert limit // 2 < most <= limit
+        assert limit // 3 < most <= limit
         assert len(resources) == 1
 
 
@@ -85,18 +95,31 @@ def test_a_captured_step_replays_with_other_values(pair: RankPool, transport: st
     assert pair.run(cases.captured, PAIR, transport, 50) == [50, 50]
 
 
-def test_nothing_is_allocated_inside_a_capture(pair: RankPool) -> None:
-    for said in pair.run(cases.growth_while_capturing, PAIR):
-        assert "reserve() first" in said
+def test_a_capture_takes_only_buffers_that_can_never_move(pair: RankPool) -> None:
+    for said in pair.run(cases.growing_buffers_in_a_capture, PAIR):
+        assert "needs max_rows and reserve() before the capture" in said
+
+
+def test_callers_on_two_streams_and_two_exchanges_are_one_order(pair: RankPool) -> None:
+    assert pair.run(cases.two_callers_two_exchanges, PAIR, 200) == [0, 0]
+
+
+def test_an_error_with_a_call_in_flight_comes_through_though_the_other_rank_never_comes() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    said, seconds = run_ranks(cases.raise_with_a_call_in_flight, 2, backend="nccl", timeout=120.0)[0]
+    assert said == "the attention of rank 0 failed"
+    assert seconds < 10
 
 
 def test_misuse_and_growth_and_the_thin_verbs_are_as_on_the_cpu(pair: RankPool) -> None:
     assert pair.run(lifetime_cases.inference_mode_does_not_stick, PAIR) == [True, True]
     assert pair.run(lifetime_cases.group_verbs, 2, 1, 1, 1) == [[], []]
-    assert len(pair.run(lifetime_cases.errors_of, PAIR)[0]) == 13
+    assert len(pair.run(lifetime_cases.errors_of, PAIR)[0]) == 22
     for growths, _, events_held in pair.run(lifetime_cases.growth, PAIR):
         assert 4 <= growths <= 40
-        assert events_held <= 2 * 2 + 2 + 8  # two slots, what was outgrown last, the run-ahead fences
+        # Two slots, what was outgrown last, the run-ahead fences, the hand-over.
+        assert events_held <= 2 * 2 + 2 + 8 + 1
 
 
 def test_the_demo_passes_on_the_gpus_at_hand(tmp_path: Path) -> None:

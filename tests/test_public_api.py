@@ -68,6 +68,7 @@ CONSTRUCTORS = {
     "Agreement": "(plan: 'TokenPlan', overlap: 'bool', graph: 'bool') -> None",
     "Options": (
         "(transport: 'str | None' = None, max_events: 'int' = 256, max_in_flight: 'int' = 1024, "
+        "timeout: 'float' = 300.0, "
         "confirm_calls: 'bool' = False, poison: 'bool' = False) -> None"
     ),
     "RankLayout": (
@@ -80,7 +81,8 @@ CONSTRUCTORS = {
     "TokenExchange": (
         "(layout: 'RankLayout', groups: 'Groups', *, device: 'torch.device | str', hidden: 'int', "
         "dtype: 'torch.dtype', max_rows: 'int | None' = None, max_local_rows: 'int | None' = None, "
-        "options: 'Options' = Options(transport=None, max_events=256, max_in_flight=1024, confirm_calls=False, "
+        "options: 'Options' = Options(transport=None, max_events=256, max_in_flight=1024, "
+        "timeout=300.0, confirm_calls=False, "
         "poison=False)) -> 'None'"
     ),
     "TokenPlan": (
@@ -95,13 +97,17 @@ THIN = "(self, x: 'torch.Tensor', *, out: 'torch.Tensor | None' = None) -> 'torc
 METHODS = {
     "TokenExchange": {
         "gather": f"(self, {GATHER}) -> 'torch.Tensor'",
-        "gather_async": f"(self, {GATHER}) -> 'Pending'",
+        "gather_async": f"(self, {GATHER}) -> 'Pending[torch.Tensor]'",
         "gather_many": (
             "(self, tensors: 'Sequence[torch.Tensor]', plan: 'TokenPlan', *, batch: 'int' = 0) "
             "-> 'list[torch.Tensor]'"
         ),
+        "gather_many_async": (
+            "(self, tensors: 'Sequence[torch.Tensor]', plan: 'TokenPlan', *, batch: 'int' = 0) "
+            "-> 'Pending[list[torch.Tensor]]'"
+        ),
         "combine": f"(self, {COMBINE}) -> 'torch.Tensor'",
-        "combine_async": f"(self, {COMBINE}) -> 'Pending'",
+        "combine_async": f"(self, {COMBINE}) -> 'Pending[torch.Tensor]'",
         "scatter": "(self, full: 'torch.Tensor', plan: 'TokenPlan') -> 'torch.Tensor'",
         "reserve": "(self, *, batches: 'int' = 1, many: 'Sequence[tuple[int, torch.dtype]]' = ()) -> 'None'",
         "explain": "(self, plan: 'TokenPlan') -> 'list[TransportVerdict]'",
@@ -123,7 +129,7 @@ METHODS = {
         "check_open": "(self) -> 'None'",
         "close": "(self) -> 'None'",
     },
-    "Pending": {"wait": "(self) -> 'torch.Tensor'"},
+    "Pending": {"wait": "(self) -> 'T'"},
     "RankLayout": {
         "tp_ranks": "(self, dp: 'int', cp: 'int') -> 'tuple[int, ...]'",
         "cp_ranks": "(self, dp: 'int', tp: 'int') -> 'tuple[int, ...]'",

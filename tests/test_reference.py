@@ -266,3 +266,11 @@ def test_tensors_that_differ_are_told_apart(a: torch.Tensor, b: torch.Tensor) ->
 )
 def test_a_copy_has_the_same_bits(tensor: torch.Tensor) -> None:
     assert same_bits(tensor, tensor.clone())
+
+
+def test_another_shape_is_an_infinite_error_and_an_overflow_is_right_where_the_sum_overflows() -> None:
+    assert sum_error(torch.zeros(0, 3), [torch.ones(2, 3)] * 2) == float("inf")
+    assert sum_error(torch.zeros(1, 3), [torch.ones(2, 3)] * 2) == float("inf")
+    large = torch.full((2, 3), 40000.0, dtype=torch.float16)
+    assert sum_error(torch.full((2, 3), float("inf"), dtype=torch.float16), [large, large]) == 0
+    assert sum_error(torch.full((2, 3), 65504.0, dtype=torch.float16), [large, large]) > 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_dp.agreement import agree
+from rocm_dp.agreement import StepRules, agree
 from rocm_dp.demo.checked import CheckedExchange
 from rocm_dp.errors import ConfigError
 from rocm_dp.exchange import TokenExchange
@@ -111,6 +111,8 @@ def _replay(exchange: TokenExchange, groups: Groups, config: DemoConfig) -> Rank
     checked = CheckedExchange(exchange)
     model = MoEModel(checked, config.model)
     records: list[StepRecord] = []
+    # The equal-size transport, when it is forced, carries equal sizes only.
+    rules = StepRules(padding=PaddingMode.MAX_LEN if config.transport == "all_gather" else None)
     warm = exchange.stats()
     for step in islice(schedule(config.trace.requests, config.scheduler), config.steps):
         agreement = agree(
@@ -122,6 +124,7 @@ def _replay(exchange: TokenExchange, groups: Groups, config: DemoConfig) -> Rank
             groups=groups,
             layout=layout,
             collectives=("gather", "combine") * config.model.layers,
+            rules=rules,
         )
         if agreement.plan.counts != step.counts:
             checked.failures.append(f"agreed on {agreement.plan.counts}, the scheduler says {step.counts}")

@@ -6,11 +6,12 @@ does every live one, so both the number of events and the number of records in f
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from typing import TYPE_CHECKING, Protocol
 
 from rocm_dp.errors import ConfigError, EventPoolExhausted
-from rocm_dp.options import MIN_IN_FLIGHT
+from rocm_dp.options import MIN_IN_FLIGHT, RECORDS_PER_CALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,6 +19,14 @@ if TYPE_CHECKING:
     import torch
 
 FENCES = 8
+_POLL_S = 50e-6
+
+
+class Pollable(Protocol):
+    """An event, or a stream."""
+
+    def query(self) -> bool:
+        """Return whether the work is done."""
 
 
 class Event(Protocol):
@@ -32,9 +41,6 @@ class Event(Protocol):
     def query(self) -> bool:
         """Return whether the marked work is done."""
 
-    def synchronize(self) -> None:
-        """Make the host wait for the marked work."""
-
 
 class InlineEvent:
     """The event of a device whose work is done when its call returns: the CPU."""
@@ -48,9 +54,6 @@ class InlineEvent:
     def query(self) -> bool:
         """Return True: the marked work is done."""
         return True
-
-    def synchronize(self) -> None:
-        """Do nothing: the marked work is done."""
 
 
 class EventPool:
@@ -92,18 +95,18 @@ class EventPool:
 class RunAheadLimit:
     """Keeps the records in flight at or under ``limit`` by waiting on old fences, never on the newest work.
 
-    After every few records one of ``FENCES`` fences is recorded on the comm stream. A fence that
-    has passed proves that all records before it have, so the host waits on the oldest fence, and only when all
-    of them are outstanding.
+    After every few records one of ``FENCES`` fences is recorded on the comm stream. A fence that has passed
+    proves that all records before it have, so the host waits on the oldest fence, and only when all of them are
+    outstanding. It waits for ``timeout`` seconds at most.
     """
 
-    def __init__(self, events: EventPool, *, limit: int) -> None:
+    def __init__(self, events: EventPool, *, limit: int, timeout: float) -> None:
         if not MIN_IN_FLIGHT <= limit < 4096:
             raise ConfigError(f"max_in_flight must lie in [{MIN_IN_FLIGHT}, 4096), got {limit}")
-        self._events = events
-        # A fence follows stride - 1 or stride records. With all fences outstanding and the next one due, up to
-        # (FENCES + 1) * (stride + 1) records are in flight.
-        self._stride = limit // (FENCES + 1) - 1
+        self._events, self._timeout = events, timeout
+        # From fence to fence there are at most stride + RECORDS_PER_CALL records, itself included. With all fences
+        # outstanding and the next one due, FENCES + 1 times as many are in flight.
+        self._stride = limit // (FENCES + 1) - RECORDS_PER_CALL
         self._spare = [events.take("run-ahead fences") for _ in range(FENCES)]
         self._outstanding: deque[tuple[int, Event]] = deque()
         self._issued = self._fenced = self._passed = 0
@@ -114,13 +117,18 @@ class RunAheadLimit:
         return self._issued - self._passed
 
     def note(self, records: int, stream: torch.cuda.Stream | None) -> None:
-        """Count one or two ``records`` made before or on ``stream``; wait for the oldest fence if need be."""
+        """Count up to RECORDS_PER_CALL ``records`` made before or on ``stream``; wait for a fence if need be.
+
+        Raises TimeoutError when the oldest fence is not reached in time.
+        """
         self._issued += records
-        if self._issued - self._fenced < self._stride - 1:
+        if self._issued - self._fenced < self._stride:
             return
         if not self._spare:
-            self._passed, oldest = self._outstanding.popleft()
-            oldest.synchronize()
+            issued, oldest = self._outstanding[0]
+            wait_for(oldest, self._timeout)
+            self._outstanding.popleft()
+            self._passed = issued
             self._spare.append(oldest)
         fence = self._spare.pop()
         fence.record(stream)
@@ -129,11 +137,21 @@ class RunAheadLimit:
         self._outstanding.append((self._issued, fence))
 
     def close(self) -> None:
-        """Give the fences back once the device has passed them."""
-        for _, fence in self._outstanding:
-            fence.synchronize()
+        """Give the fences back; the caller has waited for the stream."""
         for fence in (*self._spare, *(fence for _, fence in self._outstanding)):
             self._events.give_back(fence)
         self._spare.clear()
         self._outstanding.clear()
         self._passed = self._issued
+
+
+def wait_for(work: Pollable, timeout: float) -> None:
+    """Let the host wait until ``work`` is done; raise TimeoutError after ``timeout`` seconds.
+
+    By polling: a wait inside the driver for a rank that is gone can't be left.
+    """
+    deadline = time.monotonic() + timeout
+    while not work.query():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the device did not come to the end of its calls in {timeout:g} s")
+        time.sleep(_POLL_S)

@@ -26,6 +26,10 @@ class Slot:
         # The tensors that the comm stream still reads; not None while a Pending is outstanding.
         self.inputs: tuple[torch.Tensor, ...] | None = None
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies in the buffer, so that the next use would overwrite it."""
+        return 0 <= tensor.data_ptr() - self.buffer.data_ptr() < self.buffer.numel() and tensor.numel() > 0
+
     def view(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the first ``rows`` rows of ``width`` elements as a contiguous tensor over the buffer."""
         return self.buffer[: rows * width * dtype.itemsize].view(dtype).view(rows, width)
@@ -53,24 +57,34 @@ class SlotPool:
     def take(self, verb: str, batch: int, nbytes: int, *, reserve: int | None = None) -> Slot:
         """Return the slot of (verb, batch) for its next use, with room for ``nbytes``.
 
-        ``reserve``: allocate exactly so many bytes, once, and never grow; None: grow as needed. Raises
-        SlotBusyError while the last use is outstanding, CapacityError for more than was reserved or for a
-        growth while a graph is captured.
+        ``reserve``: allocate exactly so many bytes, once; None: grow as needed. Raises SlotBusyError while the
+        last use is outstanding, CapacityError for more than was reserved, or inside a capture for a buffer that
+        is not made yet or may grow: the graph would go on to use the old one.
         """
-        self._sweep()
+        self.check_free(verb, batch)
         slot = self._slots.get((verb, batch))
-        if slot is not None and slot.inputs is not None:
-            raise SlotBusyError(
-                f"{verb} of batch {batch} is still in flight: wait() for its Pending before the next call"
-            )
         if reserve is not None and nbytes > reserve:
             raise CapacityError(f"{verb} needs {nbytes} bytes, {reserve} are reserved")
+        if (slot is None or reserve is None) and self._capturing():
+            raise CapacityError(
+                f"{verb} of batch {batch} in a graph needs max_rows and reserve() before the capture"
+            )
+        if reserve is None:
+            self._sweep()
         if slot is None:
             slot = self._make(verb, batch, nbytes if reserve is None else reserve)
         elif slot.buffer.numel() < nbytes:
             self._grow(slot, nbytes)
         slot.generation += 1
         return slot
+
+    def check_free(self, verb: str, batch: int) -> None:
+        """Raise SlotBusyError while the last use of (verb, batch) is outstanding."""
+        slot = self._slots.get((verb, batch))
+        if slot is not None and slot.inputs is not None:
+            raise SlotBusyError(
+                f"{verb} of batch {batch} is still in flight: wait() for its Pending before the next call"
+            )
 
     def busy(self) -> list[Slot]:
         """Return the slots whose Pending is outstanding."""
@@ -109,11 +123,10 @@ class SlotPool:
         while self._outgrown and self._outgrown[0][1].query():
             self._events.give_back(self._outgrown.popleft()[1])
 
+    def _capturing(self) -> bool:
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise CapacityError(
-                f"a buffer of {nbytes} bytes would be allocated while a graph is captured: reserve() first"
-            )
         # An inference tensor could not be written outside inference mode later.
         with torch.inference_mode(mode=False):
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

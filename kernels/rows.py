@@ -1,0 +1,259 @@
+"""Rows moved to where the device says, as many as it says, in one launch and without asking the host.
+
+``start``, ``count`` and ``counts`` are int32 or int64 tensors on the device of the rows; a host int does for
+``start`` and ``count`` too. Rows lie in dimension 0 of contiguous tensors of any dtype and row length. Nothing
+outside either tensor is touched, whatever the numbers say: rows without a place are dropped. A ``status`` made
+by ``new_status`` remembers that this happened until ``check_status`` asks.
+
+On a GPU the moves are Triton kernels, elsewhere plain torch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from rocm_dp.kernels import rows_torch
+
+try:
+    import triton
+
+    from rocm_dp.kernels import rows_triton
+except ModuleNotFoundError as error:  # a machine without triton has no GPU that we could run on
+    if error.name != "triton":
+        raise
+    rows_triton = None
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Scalar: TypeAlias = "torch.Tensor | int"
+
+_UNITS = {16: torch.int32, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+# A block of 16 KiB is 64 bytes a thread at 256 threads: four 16-byte loads in flight in each of the four waves
+# (gfx942 and gfx950, 64 lanes) or eight warps (NVIDIA, 32 lanes) that a compute unit needs to cover its memory.
+_BLOCK_BYTES = 16384
+_THREADS = 256
+_MAX_BLOCK = 4096  # units: below 4 bytes each, more would only take registers
+_MAX_GRID = 65535
+
+
+class Shape(NamedTuple):
+    """How memory is cut for a launch: units of ``dtype``, ``vec`` of them at once, ``block`` of them a block."""
+
+    dtype: torch.dtype
+    vec: int
+    block: int
+
+    @property
+    def vec_bytes(self) -> int:
+        """Bytes of one memory access."""
+        return self.vec * self.dtype.itemsize
+
+
+def shape_for(row_bytes: int, *pointers: int) -> Shape:
+    """Return the widest accesses, up to 16 bytes, that rows of ``row_bytes`` at ``pointers`` allow."""
+    unit = math.gcd(16, row_bytes, *pointers)
+    dtype = _UNITS[unit]
+    return Shape(dtype, unit // dtype.itemsize, min(_MAX_BLOCK, _BLOCK_BYTES // dtype.itemsize))
+
+
+def new_status(device: torch.device | str) -> torch.Tensor:
+    """Return a status word for calls on ``device``: int64 [3], all zero while everything fitted."""
+    return torch.zeros(3, dtype=torch.int64, device=device)
+
+
+def check_status(status: torch.Tensor) -> None:
+    """Raise IndexError if a call with this ``status`` had to drop rows; waits for the device, then clears it."""
+    bad, first, second = status.tolist()
+    if bad:
+        status.zero_()
+        raise IndexError(
+            f"rows were dropped: the device said start {first}, count {second} (or counts with sum {first}, "
+            f"largest {second}), which the tensors have no room for"
+        )
+
+
+def write_rows(
+    dst: torch.Tensor, src: torch.Tensor, *, start: Scalar, count: Scalar, status: torch.Tensor | None = None
+) -> None:
+    """``dst[start : start + count] = src[:count]``; other rows of ``dst`` [D, ...] keep their values."""
+    _move(dst, src, start, count, status, read=False, fill=False)
+
+
+def place_rows(
+    dst: torch.Tensor, src: torch.Tensor, *, start: Scalar, count: Scalar, status: torch.Tensor | None = None
+) -> None:
+    """``dst[start : start + count] = src[:count]``, and every other row of ``dst`` [D, ...] becomes zero."""
+    _move(dst, src, start, count, status, read=False, fill=True)
+
+
+def read_rows(
+    dst: torch.Tensor, src: torch.Tensor, *, start: Scalar, count: Scalar, status: torch.Tensor | None = None
+) -> None:
+    """``dst[:count] = src[start : start + count]``, and every other row of ``dst`` [D, ...] becomes zero."""
+    _move(dst, src, start, count, status, read=True, fill=True)
+
+
+def compact_rows(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    *,
+    counts: torch.Tensor,
+    align: int = 1,
+    status: torch.Tensor | None = None,
+) -> None:
+    """Pack the real rows of ``src``, padded to equal size for each rank, into ``dst``; its other rows are zero.
+
+    MAX_LEN to SUM_LEN: ``counts`` [W], ``src`` [W * size, ...]; in ``dst`` rank d starts at the sum of the counts
+    before it, each rounded up to ``align``.
+    """
+    _repack(dst, src, counts, align, status, expand=False)
+
+
+def expand_rows(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    *,
+    counts: torch.Tensor,
+    align: int = 1,
+    status: torch.Tensor | None = None,
+) -> None:
+    """Spread the packed rows of ``src`` into ``dst`` [W * size, ...], padding rows zero: the way back."""
+    _repack(dst, src, counts, align, status, expand=True)
+
+
+def _move(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    start: Scalar,
+    count: Scalar,
+    status: torch.Tensor | None,
+    *,
+    read: bool,
+    fill: bool,
+) -> None:
+    _check_rows(dst, src)
+    on_device = isinstance(start, torch.Tensor)
+    if on_device != isinstance(count, torch.Tensor):
+        raise TypeError(f"start and count must both be tensors or both ints, got {start!r} and {count!r}")
+    for name, value in (("start", start), ("count", count)):
+        _check_numbers(name, value, dst, 1)
+    if status is None and not (dst.numel() and (fill or src.numel())):
+        return
+    if not _by_triton(dst):
+        rows_torch.move_rows(dst, src, start, count, status, read=read, fill=fill)
+        return
+    rows = dst.shape[0] if fill else min(dst.shape[0], src.shape[0])
+    shape, row_vecs = _cut(dst, src)
+    rows_triton.move_rows[(_blocks(rows * row_vecs * shape.vec, shape),)](
+        _units(dst, shape),
+        _units(src, shape),
+        start,
+        count,
+        dst if status is None else status,
+        src.shape[0],
+        dst.shape[0],
+        row_vecs,
+        READ=read,
+        FILL=fill,
+        ON_DEVICE=on_device,
+        REPORT=status is not None,
+        VEC=shape.vec,
+        BLOCK=shape.block,
+        num_warps=_warps(),
+    )
+
+
+def _repack(
+    dst: torch.Tensor,
+    src: torch.Tensor,
+    counts: torch.Tensor,
+    align: int,
+    status: torch.Tensor | None,
+    *,
+    expand: bool,
+) -> None:
+    _check_rows(dst, src)
+    ranks = counts.numel()
+    _check_numbers("counts", counts, dst, ranks)
+    padded, name = (dst, "dst") if expand else (src, "src")
+    if not ranks or padded.shape[0] % ranks:
+        raise ValueError(
+            f"{name} must hold an equal number of rows for each of {ranks} ranks, got {padded.shape[0]}"
+        )
+    if align < 1:
+        raise ValueError(f"align must be at least 1, got {align}")
+    size = padded.shape[0] // ranks
+    if status is None and not dst.numel():
+        return
+    if not _by_triton(dst):
+        rows_torch.repack_rows(dst, src, counts, status, size=size, align=align, expand=expand)
+        return
+    shape, row_vecs = _cut(dst, src)
+    rows_triton.repack_rows[(_blocks(size * row_vecs * shape.vec, shape), ranks + (not expand))](
+        _units(dst, shape),
+        _units(src, shape),
+        counts,
+        dst if status is None else status,
+        size,
+        src.shape[0] if expand else dst.shape[0],
+        row_vecs,
+        align,
+        EXPAND=expand,
+        RANKS=ranks,
+        RANKS_POW2=triton.next_power_of_2(ranks),
+        REPORT=status is not None,
+        VEC=shape.vec,
+        BLOCK=shape.block,
+        num_warps=_warps(),
+    )
+
+
+def _check_rows(dst: torch.Tensor, src: torch.Tensor) -> None:
+    for name, tensor in (("dst", dst), ("src", src)):
+        if tensor.dim() < 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous with rows in dimension 0, got {_describe(tensor)}")
+    if (dst.shape[1:], dst.dtype, dst.device) != (src.shape[1:], src.dtype, src.device):
+        raise ValueError(f"rows must be alike: dst is {_describe(dst)}, src is {_describe(src)}")
+
+
+def _check_numbers(name: str, value: Scalar, dst: torch.Tensor, wanted: int) -> None:
+    if isinstance(value, int):
+        return
+    if value.dtype not in (torch.int32, torch.int64) or value.dim() > 1 or value.numel() != wanted:
+        raise ValueError(f"{name} must be {wanted} int32 or int64 numbers, got {_describe(value)}")
+    if value.device != dst.device:
+        raise ValueError(f"{name} must be on {dst.device}, where the rows are, got {value.device}")
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+
+
+def _by_triton(tensor: torch.Tensor) -> bool:
+    if rows_triton is None:
+        return False
+    # Under TRITON_INTERPRET=1 the decorator makes another kind of function, which takes tensors of the CPU.
+    return tensor.is_cuda or not isinstance(rows_triton.move_rows, triton.JITFunction)
+
+
+def _cut(dst: torch.Tensor, src: torch.Tensor) -> tuple[Shape, int]:
+    """Return how memory is cut, and the vectors of one row."""
+    row_bytes = math.prod(dst.shape[1:]) * dst.itemsize
+    shape = shape_for(row_bytes, dst.data_ptr(), src.data_ptr())
+    return shape, row_bytes // shape.vec_bytes
+
+
+def _units(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
+    return tensor.view(-1).view(shape.dtype)
+
+
+def _blocks(units: int, shape: Shape) -> int:
+    return max(1, min(-(-units // shape.block), _MAX_GRID))
+
+
+def _warps() -> int:
+    return _THREADS // (64 if torch.version.hip else 32)

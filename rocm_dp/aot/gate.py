@@ -1,0 +1,73 @@
+"""The gate: every kernel, compiled for an architecture, with what its machine code gets wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import triton
+
+from rocm_dp.aot import isa
+from rocm_dp.aot.catalog import row_forms
+from rocm_dp.aot.target import compiling_for
+from rocm_dp.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from rocm_dp.aot.catalog import Form
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One form of a kernel as compiled for ``arch``: its code, its faults, and the names of what was made."""
+
+    arch: str
+    form: Form
+    code: isa.Isa
+    faults: tuple[str, ...]
+    key: str
+    digest: str
+
+
+def judge(
+    arches: Iterable[str], *, cache: Path | None = None, on_done: Callable[[], object] = lambda: None
+) -> list[Judged]:
+    """Compile every form for every architecture into ``cache`` (None: Triton's own) and judge the code.
+
+    ``on_done`` is called after each. Raises ConfigError for an unknown architecture.
+    """
+    judged = []
+    for arch in arches:
+        with compiling_for(arch, cache):
+            for form in row_forms():
+                made = form.compile()
+                code = isa.parse(made.asm["amdgcn"])
+                faults = tuple(isa.faults(code, vec_bytes=form.vec_bytes))
+                digest = hashlib.sha256(made.asm["hsaco"]).hexdigest()
+                judged.append(Judged(arch, form, code, faults, made.hash, digest))
+                on_done()
+    return judged
+
+
+def write_manifest(folder: Path, judged: Iterable[Judged]) -> None:
+    """Write what the cache in ``folder`` holds beside it, as JSON."""
+    kernels = [
+        {
+            "arch": one.arch,
+            "kernel": one.form.verb,
+            "rows": one.form.rows,
+            "key": one.key,
+            "hsaco_sha256": one.digest,
+            "vgprs": one.code.vgprs,
+            "faults": list(one.faults),
+        }
+        for one in judged
+    ]
+    about = {"rocm_dp": __version__, "triton": triton.__version__, "kernels": kernels}
+    (folder / MANIFEST).write_text(json.dumps(about, indent=1) + "\n")
