@@ -14,20 +14,18 @@ import math
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
-
 from rocm_dp.kernels import rows_torch
 
+rows_triton: ModuleType | None
 try:
-    import triton
-
     from rocm_dp.kernels import rows_triton
-except ModuleNotFoundError as error:  # a machine without triton has no GPU that we could run on
+except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
-    rows_triton = None
+    rows_triton = None  # plain torch does, on any device
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from types import ModuleType
 
 Scalar: TypeAlias = "torch.Tensor | int"
 
@@ -143,7 +141,7 @@ def _move(
         _check_numbers(name, value, dst, 1)
     if status is None and not (dst.numel() and (fill or src.numel())):
         return
-    if not _by_triton(dst):
+    if rows_triton is None or not _by_triton(dst):
         rows_torch.move_rows(dst, src, start, count, status, read=read, fill=fill)
         return
     rows = dst.shape[0] if fill else min(dst.shape[0], src.shape[0])
@@ -189,7 +187,7 @@ def _repack(
     size = padded.shape[0] // ranks
     if status is None and not dst.numel():
         return
-    if not _by_triton(dst):
+    if rows_triton is None or not _by_triton(dst):
         rows_torch.repack_rows(dst, src, counts, status, size=size, align=align, expand=expand)
         return
     shape, row_vecs = _cut(dst, src)
@@ -204,7 +202,7 @@ def _repack(
         align,
         EXPAND=expand,
         RANKS=ranks,
-        RANKS_POW2=triton.next_power_of_2(ranks),
+        RANKS_POW2=1 << (ranks - 1).bit_length(),
         REPORT=status is not None,
         VEC=shape.vec,
         BLOCK=shape.block,
@@ -234,10 +232,8 @@ def _describe(tensor: torch.Tensor) -> str:
 
 
 def _by_triton(tensor: torch.Tensor) -> bool:
-    if rows_triton is None:
-        return False
-    # Under TRITON_INTERPRET=1 the decorator makes another kind of function, which takes tensors of the CPU.
-    return tensor.is_cuda or not isinstance(rows_triton.move_rows, triton.JITFunction)
+    # Under TRITON_INTERPRET=1 kernels take tensors of the CPU.
+    return rows_triton is not None and (tensor.is_cuda or rows_triton.INTERPRETED)
 
 
 def _cut(dst: torch.Tensor, src: torch.Tensor) -> tuple[Shape, int]:

@@ -96,9 +96,9 @@ def repack_rows(
 ):
     """Move every rank's rows between the padded layout (``size`` rows each) and the packed one.
 
-    Packed, rank d starts at ``sum of round_up(counts[k], align) for k < d``. Axis 1 of the grid is the rank; without
-    EXPAND one more program zeroes what lies behind the last rank. Example: size 4, counts (3, 1): padded rows
-    0 1 2 - 4 - - - are packed rows 0 1 2 4. Counts are clamped to ``[0, size]`` and to the packed rows.
+    Packed, rank d starts at ``sum of round_up(counts[k], align) for k < d``. Axis 1 of the grid is the rank;
+    without EXPAND one more program zeroes what lies behind the last rank. Example: size 4, counts (3, 1): padded
+    rows 0 1 2 - 4 - - - are packed rows 0 1 2 4. Counts are clamped to ``[0, size]`` and to the packed rows.
     """
     rank = tl.program_id(1)
     each = tl.arange(0, RANKS_POW2)
@@ -130,3 +130,6 @@ def repack_rows(
         source = tl.minimum(rank, RANKS - 1).to(tl.int64) * size
         end = tl.minimum(begin + mine, last)
     _move(dst, src, begin * row, last * row, begin * row, end * row, (begin - source) * row, BLOCK)
+
+
+INTERPRETED = not isinstance(move_rows, triton.JITFunction)

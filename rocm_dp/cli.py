@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from rocm_dp.aot import command as kernels
+from rocm_dp.bench import command as bench
 from rocm_dp.demo import command as demo
 from rocm_dp.errors import RocmDpError
 from rocm_dp.version import __version__
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _COMMANDS = (
     ("demo", demo, "replay a trace over ranks with a small MoE model, every verb of every step checked"),
+    ("bench", bench, "measure on the GPU at hand, against what torch does"),
     ("kernels", kernels, "compile the kernels for AMD GPUs, none needed, and judge the machine code"),
 )
 

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING
 import gpu_cases as cases
 import lifetime_cases
 import pytest
+import row_cases
 import torch
 from exchange_cases import Grid, every_verb
+from rocm_dp.kernels import rows
 from test_exchange import cases_for
 
 from rocm_dp import Options
@@ -131,3 +133,43 @@ def test_the_demo_passes_on_the_gpus_at_hand(tmp_path: Path) -> None:
     assert found["passed"]
     assert found["ranks"] == torch.cuda.device_count()
     assert found["device"] != "CPU"
+
+
+def test_rows_of_any_dtype_width_and_alignment_are_moved_and_no_guard_is_touched() -> None:
+    assert row_cases.matrix("cuda") > 500
+    row_cases.any_move("cuda", 200)
+
+
+@pytest.mark.parametrize(("number", "width"), [(299_600, 7168), (17_000, 129_280)])
+def test_rows_beyond_two_to_the_31_elements_land_in_their_place(number: int, width: int) -> None:
+    dst = torch.zeros(number, width, dtype=torch.uint8, device="cuda")
+    assert dst.numel() > 2**31
+    src = torch.randint(1, 255, (8, width), dtype=torch.uint8, device="cuda")
+    start, count = torch.tensor(number - 6, device="cuda"), torch.tensor(6, device="cuda")
+    rows.write_rows(dst, src, start=start, count=count)
+    assert torch.equal(dst[-6:], src[:6])
+    assert int(dst[:-6].count_nonzero()) == 0
+    back = torch.empty_like(src)
+    rows.read_rows(back, dst, start=start, count=count)
+    assert torch.equal(back[:6], src[:6])
+    assert int(back[6:].count_nonzero()) == 0
+    rows.place_rows(dst, src, start=start - 1, count=count - 2)
+    assert torch.equal(dst[-7:-3], src[:4])
+    assert int(dst.count_nonzero()) == 4 * width
+    del dst
+
+
+def test_counts_stay_on_the_device() -> None:
+    """No call asks the host: under a sync that raises, all of them run."""
+    dst, src = torch.zeros(64, 8, device="cuda"), torch.ones(64, 8, device="cuda")
+    number, counts = torch.tensor(3, device="cuda"), torch.tensor([3, 5], device="cuda")
+    status = rows.new_status("cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for verb in (rows.write_rows, rows.place_rows, rows.read_rows):
+            verb(dst, src, start=number, count=number, status=status)
+        for repack in (rows.compact_rows, rows.expand_rows):
+            repack(dst, src, counts=counts, status=status)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    rows.check_status(status)

@@ -59,7 +59,7 @@ def row_forms() -> Iterator[Form]:
         row_vecs = width * itemsize // shape.vec_bytes
         status, number = Pointer(torch.int64), Pointer(torch.int32)
         for verb, (read, fill) in VERBS.items():
-            args = (pointer, pointer, number, number, status, 4096, 8192, row_vecs)
+            args: tuple[Any, ...] = (pointer, pointer, number, number, status, 4096, 8192, row_vecs)
             constants = {"READ": read, "FILL": fill, "ON_DEVICE": True, **common}
             yield Form(verb, label, rows_triton.move_rows, args, constants, shape.vec_bytes, large)
         for verb, world in product(("compact_rows", "expand_rows"), WORLDS):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rocm_dp.kernels import rows
 from rocm_dp.transports import collectives
 
 if TYPE_CHECKING:
@@ -34,8 +35,7 @@ class AllGather:
         if partial and layout.tp_size > 1:
             # The region is overwritten by the all-gather below, so it can hold the padded input of the sum.
             region = out[start : start + size]
-            region[:count].copy_(local)
-            region[count:].zero_()
+            rows.place_rows(region, local, start=0, count=count)
             block = share * layout.tp_size
             collectives.reduce_scatter(
                 own, region[layout.cp_rank * block : (layout.cp_rank + 1) * block], self._groups.tp
@@ -43,9 +43,8 @@ class AllGather:
         elif first + share <= count:
             own = local[first : first + share]
         else:
-            real = max(0, min(share, count - first))
-            own[:real].copy_(local[first : first + real])
-            own[real:].zero_()
+            real = local[first : first + share]
+            rows.place_rows(own, real, start=0, count=real.shape[0])
         collectives.all_gather(out, own, self._groups.world)
 
     def combine_rows(self, plan: TokenPlan) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rocm_dp.kernels import rows
 from rocm_dp.transports import collectives
 
 if TYPE_CHECKING:
@@ -28,12 +29,12 @@ class AllReduce:
 
         Rows that need no sum are added as integers: a float -0.0 + 0.0 would lose its sign, and fp8 has no sum.
         """
-        out.zero_()
         layout = self._layout
         summed = partial and layout.tp_size > 1
         if layout.cp_rank == 0 and (summed or layout.tp_rank == 0):
-            start = plan.starts[layout.dp_rank]
-            out[start : start + local.shape[0]].copy_(local)
+            rows.place_rows(out, local, start=plan.starts[layout.dp_rank], count=local.shape[0])
+        else:
+            out.zero_()
         collectives.all_reduce(out if summed else _as_ints(out), self._groups.world)
 
     def combine_rows(self, plan: TokenPlan) -> tuple[int, int]:
