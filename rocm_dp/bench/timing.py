@@ -39,7 +39,7 @@ def graph_us(work: Work, *, repeats: int) -> float:
 
 def _median_us(run: Callable[[], object], *, repeats: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    times = []
+    times: list[float] = []
     for _ in range(repeats):
         start.record()
         run()
