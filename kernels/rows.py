@@ -146,22 +146,19 @@ def _move(
         return
     rows = dst.shape[0] if fill else min(dst.shape[0], src.shape[0])
     shape, row_vecs = _cut(dst, src)
-    rows_triton.move_rows[(_blocks(rows * row_vecs * shape.vec, shape),)](
-        _units(dst, shape),
-        _units(src, shape),
-        start,
-        count,
-        dst if status is None else status,
-        src.shape[0],
-        dst.shape[0],
-        row_vecs,
-        READ=read,
-        FILL=fill,
-        ON_DEVICE=on_device,
-        REPORT=status is not None,
-        VEC=shape.vec,
-        BLOCK=shape.block,
-        num_warps=_warps(),
+    rows_triton.launch_move_rows(
+        (_blocks(rows * row_vecs * shape.vec, shape), 1, 1),
+        (dst, src, start, count, status, src.shape[0], dst.shape[0], row_vecs),
+        {
+            "READ": read,
+            "FILL": fill,
+            "ON_DEVICE": on_device,
+            "REPORT": status is not None,
+            "VEC": shape.vec,
+            "BLOCK": shape.block,
+        },
+        unit=shape.dtype,
+        warps=_warps(),
     )
 
 
@@ -191,22 +188,20 @@ def _repack(
         rows_torch.repack_rows(dst, src, counts, status, size=size, align=align, expand=expand)
         return
     shape, row_vecs = _cut(dst, src)
-    rows_triton.repack_rows[(_blocks(size * row_vecs * shape.vec, shape), ranks + (not expand))](
-        _units(dst, shape),
-        _units(src, shape),
-        counts,
-        dst if status is None else status,
-        size,
-        src.shape[0] if expand else dst.shape[0],
-        row_vecs,
-        align,
-        EXPAND=expand,
-        RANKS=ranks,
-        RANKS_POW2=1 << (ranks - 1).bit_length(),
-        REPORT=status is not None,
-        VEC=shape.vec,
-        BLOCK=shape.block,
-        num_warps=_warps(),
+    packed_rows = src.shape[0] if expand else dst.shape[0]
+    rows_triton.launch_repack_rows(
+        (_blocks(size * row_vecs * shape.vec, shape), ranks + (not expand), 1),
+        (dst, src, counts, status, size, packed_rows, row_vecs, align),
+        {
+            "EXPAND": expand,
+            "RANKS": ranks,
+            "RANKS_POW2": 1 << (ranks - 1).bit_length(),
+            "REPORT": status is not None,
+            "VEC": shape.vec,
+            "BLOCK": shape.block,
+        },
+        unit=shape.dtype,
+        warps=_warps(),
     )
 
 
@@ -241,10 +236,6 @@ def _cut(dst: torch.Tensor, src: torch.Tensor) -> tuple[Shape, int]:
     row_bytes = math.prod(dst.shape[1:]) * dst.itemsize
     shape = shape_for(row_bytes, dst.data_ptr(), src.data_ptr())
     return shape, row_bytes // shape.vec_bytes
-
-
-def _units(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
-    return tensor.view(-1).view(shape.dtype)
 
 
 def _blocks(units: int, shape: Shape) -> int:

@@ -7,6 +7,7 @@ and units is an int64; a block strides over the rows, so a grid never depends on
 
 import triton
 import triton.language as tl
+from rocm_dp.kernels.launch import Launcher
 
 
 @triton.jit
@@ -16,13 +17,23 @@ def _clamp(value, low, high):
 
 @triton.jit
 def _move(dst, src, first, last, begin, end, shift, BLOCK: tl.constexpr):
-    """``dst[e] = src[e - shift] if begin <= e < end else 0`` for every unit ``first <= e < last``."""
+    """``dst[e] = src[e - shift] if begin <= e < end else 0`` for every unit ``first <= e < last``.
+
+    The places of a block are 64-bit, those within it 32-bit: sixteen 64-bit comparisons a thread would cost more
+    than the memory does. Most blocks lie inside the region and need none at all.
+    """
     lane = tl.arange(0, BLOCK)
     block = tl.program_id(0).to(tl.int64) * BLOCK
     for at in range(first + block, last, tl.num_programs(0).to(tl.int64) * BLOCK):
-        e = at + lane
-        moved = tl.load(src + (e - shift), mask=(e >= begin) & (e < end), other=0)
-        tl.store(dst + e, moved, mask=e < last)
+        low = _clamp(begin - at, 0, BLOCK).to(tl.int32)
+        high = _clamp(end - at, 0, BLOCK).to(tl.int32)
+        to = dst + at
+        source = src + (at - shift)
+        if (low == 0) & (high == BLOCK):
+            tl.store(to + lane, tl.load(source + lane))
+        else:
+            moved = tl.load(source + lane, mask=(lane >= low) & (lane < high), other=0)
+            tl.store(to + lane, moved, mask=lane < _clamp(last - at, 0, BLOCK).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["start", "count", "src_rows", "dst_rows", "row_vecs"])
@@ -133,3 +144,6 @@ def repack_rows(
 
 
 INTERPRETED = not isinstance(move_rows, triton.JITFunction)
+
+launch_move_rows = Launcher(move_rows, moved=2)
+launch_repack_rows = Launcher(repack_rows, moved=2)

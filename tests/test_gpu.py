@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 import gpu_cases as cases
@@ -164,12 +165,16 @@ def test_counts_stay_on_the_device() -> None:
     dst, src = torch.zeros(64, 8, device="cuda"), torch.ones(64, 8, device="cuda")
     number, counts = torch.tensor(3, device="cuda"), torch.tensor([3, 5], device="cuda")
     status = rows.new_status("cuda")
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         for verb in (rows.write_rows, rows.place_rows, rows.read_rows):
             verb(dst, src, start=number, count=number, status=status)
         for repack in (rows.compact_rows, rows.expand_rows):
             repack(dst, src, counts=counts, status=status)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("default")
     rows.check_status(status)

@@ -16,6 +16,7 @@ import bad_kernels
 import pytest
 import torch
 from rocm_dp.kernels import rows, rows_triton
+from rocm_dp.kernels.launch import Launcher
 
 from rocm_dp.aot import isa
 from rocm_dp.aot.catalog import ROWS, VERBS, Form, row_forms
@@ -140,8 +141,8 @@ def test_the_catalog_compiles_what_the_library_launches() -> None:
     launched = {}
     with (
         patch.object(rows, "_by_triton", lambda tensor: True),
-        patch.object(rows_triton, "move_rows", recorder),
-        patch.object(rows_triton, "repack_rows", recorder),
+        patch.object(rows_triton, "launch_move_rows", Launcher(recorder, moved=2)),
+        patch.object(rows_triton, "launch_repack_rows", Launcher(recorder, moved=2)),
         patch.object(torch.version, "hip", "7.2"),
     ):
         for (name, itemsize, width), world in product(ROWS, (2, 4, 8)):
