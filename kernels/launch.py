@@ -9,7 +9,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
-_INT32 = range(-(2**31), 2**31)
+_HIP = torch.version.hip is not None
+_INT32 = 2**31
 _SMALL = 2**31 - 1  # bytes up to which Triton addresses a tensor with 32-bit offsets on AMD
 
 
@@ -39,25 +40,23 @@ class Launcher:
     ) -> None:
         """Launch on the current stream of the first tensor's device; ``constants`` in the kernel's own order."""
         bare: list[Any] = []
-        form: list[Any] = []
-        for argument in arguments:
+        form: list[Any] = [unit, warps, arguments[0].device]
+        for index, argument in enumerate(arguments):
             if isinstance(argument, torch.Tensor):
                 address = argument.data_ptr()
                 bare.append(address)
-                form.append((argument.dtype, address % 16 == 0, _is_small(argument)))
+                form.append(address & 15 == 0)
+                if index >= self._moved:
+                    form.append(argument.dtype)
+                if _HIP:
+                    form.append(argument.untyped_storage().nbytes() <= _SMALL)
             else:
                 bare.append(argument)
-                form.append(argument is None or argument in _INT32)
-        for index in range(self._moved):
-            form[index] = (unit, *form[index][1:])
-        key = (arguments[0].device, *form, *constants.values(), warps)
+                form.append(argument is None or -_INT32 <= argument < _INT32)
+        key = (*form, *constants.values())
         made = self._made.get(key)
         if made is not None:
             made[grid](*bare, *constants.values())
             return
         units = [tensor.view(-1).view(unit) for tensor in arguments[: self._moved]]
         self._made[key] = self._kernel[grid](*units, *arguments[self._moved :], **constants, num_warps=warps)
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    return torch.version.hip is None or tensor.untyped_storage().nbytes() <= _SMALL
