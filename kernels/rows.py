@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 Scalar: TypeAlias = "torch.Tensor | int"
 
 _UNITS = {16: torch.int32, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-# 128 threads that move 32 bytes each: two 16-byte accesses in flight in each of the two waves of 64 lanes (gfx942,
-# gfx950) or four warps of 32 (NVIDIA). Small blocks spread evenly over 304, 256 or 132 compute units and leave no
-# long tail; measured on an H200, where larger ones lost up to 8 % at 100 MiB. Narrow units are limited by the number
-# of accesses, not by bytes: eight a thread.
+# 128 threads that move 32 bytes each: two 16-byte accesses in flight in each of two waves of 64 lanes (gfx942 and
+# gfx950) or four warps of 32 (NVIDIA). Small blocks spread evenly over 304, 256 or 132 compute units, so that the
+# last wave of blocks is short: on an H200, the only one of them measured, larger blocks lost up to 8 % at 100 MiB.
+# Narrow units are limited by the number of accesses, not by bytes: eight a thread.
 _THREADS = 128
 _BLOCK_BYTES = 4096
 _MAX_BLOCK = 1024  # units

@@ -127,7 +127,7 @@ def repack_rows(
         bad = (tl.program_id(0) == 0) & (rank == 0) & (overfull | wrong)
         tl.store(status, 1, mask=bad)
         tl.store(status + 1, tl.sum(wanted), mask=bad)
-        tl.store(status + 2, tl.max(wanted), mask=bad)
+        tl.store(status + 2, tl.max(tl.where(each < RANKS, wanted, tl.min(wanted))), mask=bad)
     row = row_vecs.to(tl.int64) * VEC
     if EXPAND:
         begin = rank.to(tl.int64) * size
