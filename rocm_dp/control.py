@@ -6,6 +6,7 @@ else is seen at once: its packet carries another operation.
 
 from __future__ import annotations
 
+import re
 import time
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 WORDS = 16  # int64 words of a packet: version, operation, then up to 14 fields
 _TEXT = 512  # bytes of what a person reads in place of a hash, when ranks disagree
-_VERSION = int("".join(f"{int(part):03}" for part in __version__.split(".")[:3]))  # 0.1.0 is 1000
+_VERSION = int("".join(f"{int(part):03}" for part in re.findall(r"\d+", __version__)[:3]))  # 0.1.0 is 1000
 _GRACE_S = 2.0  # after a failure: how long to wait for what the other ranks say of it
 
 
@@ -36,6 +37,9 @@ class Op(IntEnum):
     GATHER = 6
     GATHER_MANY = 7
     COMBINE = 8
+    PEER_OFFER = 9
+    PEER_OPEN = 10
+    PEER_CLOSE = 11
 
 
 class Control:
@@ -82,7 +86,7 @@ class Control:
             values: dict[int, object] = {rank: row[name] for rank, row in enumerate(rows)}
             if len(set(values.values())) > 1 and shown and name in shown:
                 # Every rank sees the mismatch, so all of them come here.
-                values = dict(enumerate(self._texts(str(shown[name]))))
+                values = dict(enumerate(self.texts(str(shown[name]))))
             check_same(f"{name} in {op.name.lower()}", values)
 
     def lost(self, doing: str) -> RankMismatchError:
@@ -101,8 +105,8 @@ class Control:
         self._failure = f"a collective failed or timed out in {doing}"
         return RankMismatchError(f"{self._failure}; {lines}", said)
 
-    def _texts(self, mine: str) -> list[str]:
-        """Return a text of every rank, by rank, cut to a fixed length."""
+    def texts(self, mine: str) -> list[str]:
+        """Return a text of every rank, by rank, cut to a fixed length; for ranks that just agreed to say why."""
         packed = torch.zeros(_TEXT, dtype=torch.uint8)
         data = mine.encode()[:_TEXT]
         packed[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -10,6 +10,7 @@
     ├── RankMismatchError (RuntimeError)  ranks disagree, or one did not come
     ├── RankFailedError (RuntimeError)  a rank's process died without an answer
     ├── TransportRefusedError (RuntimeError)  no transport, or not the forced one, can carry this call
+    ├── PeerRefusedError (RuntimeError)  memory can't be shared between these ranks
     ├── SlotBusyError (RuntimeError)    a (verb, batch) was used again before its Pending was waited for
     ├── StaleViewError (RuntimeError)   a Pending was waited for after its buffer had been used again
     ├── EventPoolExhausted (RuntimeError)  more events asked for than the pool may hold
@@ -68,6 +69,10 @@ class RankFailedError(RocmDpError, RuntimeError):
 
 class TransportRefusedError(RocmDpError, RuntimeError):
     """No transport, or not the forced one, can carry this call; the message says why."""
+
+
+class PeerRefusedError(RocmDpError, RuntimeError):
+    """Memory can't be shared between these ranks; the message says why, for each of them."""
 
 
 class SlotBusyError(RocmDpError, RuntimeError):

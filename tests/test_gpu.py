@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import gpu_cases as cases
 import lifetime_cases
+import peer_cases
 import pytest
 import row_cases
 import torch
@@ -113,6 +114,11 @@ def test_an_error_with_a_call_in_flight_comes_through_though_the_other_rank_neve
     said, seconds = run_ranks(cases.raise_with_a_call_in_flight, 2, backend="nccl", timeout=120.0)[0]
     assert said == "the attention of rank 0 failed"
     assert seconds < 10
+
+
+def test_every_rank_reads_and_writes_the_memory_of_all_over_ipc(pair: RankPool) -> None:
+    for counted in pair.run(peer_cases.everyone_writes_to_everyone, 2, 20):
+        assert len(set(counted[4:])) == 1
 
 
 def test_misuse_and_growth_and_the_thin_verbs_are_as_on_the_cpu(pair: RankPool) -> None:
