@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
+    from contextlib import AbstractContextManager
 
+_NOTHING = nullcontext()
 _HIP = torch.version.hip is not None
 _INT32 = 2**31
 _SMALL = 2**31 - 1  # bytes up to which Triton addresses a tensor with 32-bit offsets on AMD
@@ -54,9 +57,17 @@ class Launcher:
                 bare.append(argument)
                 form.append(argument is None or -_INT32 <= argument < _INT32)
         key = (*form, *constants.values())
-        made = self._made.get(key)
-        if made is not None:
-            made[grid](*bare, *constants.values())
-            return
-        units = [tensor.view(-1).view(unit) for tensor in arguments[: self._moved]]
-        self._made[key] = self._kernel[grid](*units, *arguments[self._moved :], **constants, num_warps=warps)
+        with _on(arguments[0].device):
+            made = self._made.get(key)
+            if made is not None:
+                made[grid](*bare, *constants.values())
+                return
+            units = [tensor.view(-1).view(unit) for tensor in arguments[: self._moved]]
+            self._made[key] = self._kernel[grid](*units, *arguments[self._moved :], **constants, num_warps=warps)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current one, whose stream Triton launches on."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(device)

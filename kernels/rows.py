@@ -38,6 +38,7 @@ _THREADS = 128
 _BLOCK_BYTES = 4096
 _MAX_BLOCK = 1024  # units
 _MAX_GRID = 65535
+_STATUS_WORDS = 3  # whether rows were dropped, and the two numbers that said so
 
 
 class Shape(NamedTuple):
@@ -62,7 +63,7 @@ def shape_for(row_bytes: int, *pointers: int) -> Shape:
 
 def new_status(device: torch.device | str) -> torch.Tensor:
     """Return a status word for calls on ``device``: int64 [3], all zero while everything fitted."""
-    return torch.zeros(3, dtype=torch.int64, device=device)
+    return torch.zeros(_STATUS_WORDS, dtype=torch.int64, device=device)
 
 
 def check_status(status: torch.Tensor) -> None:
@@ -141,6 +142,7 @@ def _move(
         raise TypeError(f"start and count must both be tensors or both ints, got {start!r} and {count!r}")
     for name, value in (("start", start), ("count", count)):
         _check_numbers(name, value, dst, 1)
+    _check_status(status, dst)
     if status is None and not (dst.numel() and (fill or src.numel())):
         return
     if rows_triton is None or not _by_triton(dst):
@@ -184,6 +186,7 @@ def _repack(
     if align < 1:
         raise ValueError(f"align must be at least 1, got {align}")
     size = padded.shape[0] // ranks
+    _check_status(status, dst)
     if status is None and not dst.numel():
         return
     if rows_triton is None or not _by_triton(dst):
@@ -213,15 +216,30 @@ def _check_rows(dst: torch.Tensor, src: torch.Tensor) -> None:
             raise ValueError(f"{name} must be contiguous with rows in dimension 0, got {_describe(tensor)}")
     if (dst.shape[1:], dst.dtype, dst.device) != (src.shape[1:], src.dtype, src.device):
         raise ValueError(f"rows must be alike: dst is {_describe(dst)}, src is {_describe(src)}")
+    apart = src.data_ptr() - dst.data_ptr()
+    if -src.numel() * src.itemsize < apart < dst.numel() * dst.itemsize and src.numel() and dst.numel():
+        raise ValueError("dst and src must not overlap in memory")
 
 
 def _check_numbers(name: str, value: Scalar, dst: torch.Tensor, wanted: int) -> None:
-    if isinstance(value, int):
+    if not isinstance(value, torch.Tensor):
+        if type(value) is not int or not -(2**63) <= value < 2**63:
+            raise ValueError(f"{name} must be a tensor or an int of 64 bits, got {value!r}")
         return
     if value.dtype not in (torch.int32, torch.int64) or value.dim() > 1 or value.numel() != wanted:
         raise ValueError(f"{name} must be {wanted} int32 or int64 numbers, got {_describe(value)}")
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {value.stride()}")
     if value.device != dst.device:
         raise ValueError(f"{name} must be on {dst.device}, where the rows are, got {value.device}")
+
+
+def _check_status(status: torch.Tensor | None, dst: torch.Tensor) -> None:
+    if status is None:
+        return
+    right = status.dtype == torch.int64 and status.numel() == _STATUS_WORDS and status.is_contiguous()
+    if not right or status.device != dst.device:
+        raise ValueError(f"status must come from new_status({str(dst.device)!r}), got {_describe(status)}")
 
 
 def _describe(tensor: torch.Tensor) -> str:

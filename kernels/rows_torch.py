@@ -29,7 +29,7 @@ def move_rows(
     first = max(0, -start)
     rows = max(0, min(count, here, there - start) - first)
     if fill:
-        dst.view(torch.uint8).zero_()
+        dst.zero_()
     if rows:
         near, far = slice(first, first + rows), slice(first + start, first + start + rows)
         into, out_of = (near, far) if read else (far, near)
@@ -53,7 +53,7 @@ def repack_rows(
     padded = [-(-count // align) * align for count in held]
     if status is not None and (held != wanted or sum(padded) > packed_rows):
         status.copy_(torch.tensor([1, sum(wanted), max(wanted)]))
-    dst.view(torch.uint8).zero_()
+    dst.zero_()
     at = 0
     for rank, (count, room) in enumerate(zip(held, padded, strict=True)):
         rows = max(0, min(count, packed_rows - at))

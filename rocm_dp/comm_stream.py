@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -11,6 +12,7 @@ from rocm_dp.options import RECORDS_PER_CALL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from rocm_dp.memory.events import Event
     from rocm_dp.memory.slots import Slot
@@ -24,6 +26,7 @@ class SideStream(Protocol):
     """
 
     events: EventPool
+    options: Options
     streams_made: int
     users: int
 
@@ -50,8 +53,9 @@ class SideStream(Protocol):
 class InlineStream:
     """The CPU: every call is done when it returns. Counts events like the real one."""
 
-    def __init__(self, *, max_events: int) -> None:
-        self.events = EventPool(InlineEvent, cap=max_events)
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.events = EventPool(InlineEvent, cap=options.max_events)
         self.streams_made = self.users = self.in_flight = 0
 
     def launch(self, slot: Slot, work: Callable[[], None]) -> None:
@@ -85,14 +89,15 @@ class CommStream:
     """
 
     def __init__(self, device: torch.device, options: Options) -> None:
-        self._device = device
+        self._device, self.options = device, options
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self.streams_made, self.users = 1, 0
         self.events = EventPool(_cuda_event, cap=options.max_events)
         self._limit = RunAheadLimit(self.events, limit=options.max_in_flight, timeout=options.timeout)
         self._handover = self.events.take("hand-over between callers' streams")
         self._caller: torch.cuda.Stream | None = None
-        self._last: Event | None = None
+        # The last launch that no inline work has waited for, and whether it was captured.
+        self._last: tuple[Event, bool] | None = None
 
     @property
     def in_flight(self) -> int:
@@ -101,44 +106,54 @@ class CommStream:
 
     def launch(self, slot: Slot, work: Callable[[], None]) -> None:
         """Run ``work`` on the comm stream once the caller's stream has reached this point."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        slot.ready.record(self._current(capturing=capturing))
-        slot.ready.wait(self._stream)
-        with torch.cuda.stream(self._stream):
-            work()
-        slot.done.record(self._stream)
-        self._last = slot.done
-        if not capturing:
-            self._limit.note(RECORDS_PER_CALL, self._stream)
+        with self._on_device():
+            capturing = torch.cuda.is_current_stream_capturing()
+            slot.ready.record(self._current(capturing=capturing))
+            slot.ready.wait(self._stream)
+            with torch.cuda.stream(self._stream):
+                work()
+            slot.done.record(self._stream)
+            self._last = slot.done, capturing
+            if not capturing:
+                self._limit.note(RECORDS_PER_CALL, self._stream)
 
     def join(self, slot: Slot) -> None:
         """Make the caller's stream wait for the slot's last launch."""
         current = torch.cuda.current_stream(self._device)
         slot.done.wait(current)
-        if self._last is slot.done and (self._caller is None or current == self._caller):
+        if self._last is not None and self._last[0] is slot.done and (self._last[1] or current == self._caller):
             self._last = None
 
     def inline(self, work: Callable[[], None]) -> None:
         """Run ``work`` on the caller's stream, after every launch so far."""
-        capturing = torch.cuda.is_current_stream_capturing()
-        current = self._current(capturing=capturing)
-        if self._last is not None:
-            self._last.wait(current)
-            self._last = None
-        work()
-        if not capturing:
-            self._limit.note(RECORDS_PER_CALL, current)
+        with self._on_device():
+            capturing = torch.cuda.is_current_stream_capturing()
+            current = self._current(capturing=capturing)
+            last, self._last = self._last, None
+            # What was captured is no event outside the graph, and the other way round.
+            if last is not None and last[1] == capturing:
+                last[0].wait(current)
+            work()
+            if not capturing:
+                self._limit.note(RECORDS_PER_CALL, current)
 
     def finish(self, timeout: float) -> None:
         """Let the host wait for the comm stream and the last caller's; TimeoutError after ``timeout`` seconds."""
         for stream in (self._stream, self._caller):
             if stream is not None:
                 wait_for(stream, timeout)
+        self._last = None
 
     def close(self) -> None:
         """Give the events back."""
         self._limit.close()
         self.events.give_back(self._handover)
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make the stream's device the current one: kernels go to that one's streams."""
+        if torch.cuda.current_device() == self._device.index:
+            return nullcontext()
+        return torch.cuda.device(self._device)
 
     def _current(self, *, capturing: bool) -> torch.cuda.Stream:
         """Return the caller's stream, ordered after the last caller's if that was another one."""
@@ -159,4 +174,4 @@ def side_stream(device: torch.device, options: Options) -> SideStream:
     """Return a side stream for ``device``: a CommStream on a GPU, an InlineStream on the CPU."""
     if device.type == "cuda":
         return CommStream(device, options)
-    return InlineStream(max_events=options.max_events)
+    return InlineStream(options)

@@ -43,7 +43,7 @@ class Op(IntEnum):
 
 
 class Control:
-    """The control plane over one gloo group. Calls are collective; after a failure it can't be used again."""
+    """The control plane over one gloo group. Calls are collective; after a rank was lost it can't be used again."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # A group with a backend for each kind of device says "cpu:gloo,cuda:nccl", or only "undefined".
@@ -62,15 +62,11 @@ class Control:
         Raises RankMismatchError on every rank when one sent another operation, runs another version of
         rocm_dp, or did not come within the group's timeout; ClosedError after such a failure.
         """
-        if self._failure:
-            raise ClosedError(f"the control plane can't be used after: {self._failure}")
+        self.check_usable()
         words = [_VERSION, op, *fields.values()]
         self._mine[: len(words)] = torch.tensor(words, dtype=torch.int64)
         doing = f"{op.name.lower()}({', '.join(f'{name}={value}' for name, value in fields.items())})"
-        try:
-            dist.all_gather(list(self._all.unbind()), self._mine, group=self._group)
-        except RuntimeError as error:
-            raise self.lost(doing) from error
+        self._gather(list(self._all.unbind()), self._mine, doing)
         rows: list[list[int]] = self._all.tolist()
         check_same("the version of rocm_dp (0.1.0 is 1000)", {rank: row[0] for rank, row in enumerate(rows)})
         check_same("the call", {rank: _op_name(row[1]) for rank, row in enumerate(rows)})
@@ -85,8 +81,10 @@ class Control:
         for name in fields:
             values: dict[int, object] = {rank: row[name] for rank, row in enumerate(rows)}
             if len(set(values.values())) > 1 and shown and name in shown:
-                # Every rank sees the mismatch, so all of them come here.
-                values = dict(enumerate(self.texts(str(shown[name]))))
+                # Every rank sees the mismatch, so all of them come here. A text may be cut where it differs.
+                texts = self.texts(str(shown[name]))
+                if len(set(texts)) > 1:
+                    values = dict(enumerate(texts))
             check_same(f"{name} in {op.name.lower()}", values)
 
     def lost(self, doing: str) -> RankMismatchError:
@@ -105,13 +103,24 @@ class Control:
         self._failure = f"a collective failed or timed out in {doing}"
         return RankMismatchError(f"{self._failure}; {lines}", said)
 
+    def check_usable(self) -> None:
+        """Raise ClosedError after a rank was lost: whoever noticed, nobody on these groups should wait again."""
+        if self._failure:
+            raise ClosedError(f"these groups can't be used after: {self._failure}")
+
+    def _gather(self, every: list[torch.Tensor], mine: torch.Tensor, doing: str) -> None:
+        try:
+            dist.all_gather(every, mine, group=self._group)
+        except RuntimeError as error:
+            raise self.lost(doing) from error
+
     def texts(self, mine: str) -> list[str]:
         """Return a text of every rank, by rank, cut to a fixed length; for ranks that just agreed to say why."""
         packed = torch.zeros(_TEXT, dtype=torch.uint8)
         data = mine.encode()[:_TEXT]
         packed[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         every = [torch.empty_like(packed) for _ in range(self._size)]
-        dist.all_gather(every, packed, group=self._group)
+        self._gather(every, packed, "telling why")
         return [bytes(text.tolist()).rstrip(b"\0").decode(errors="replace") for text in every]
 
 

@@ -11,6 +11,7 @@ from rocm_dp.errors import CapacityError, ClosedError, ConfigError, TensorError
 from rocm_dp.memory.slots import SlotPool
 from rocm_dp.options import ExchangeStats
 from rocm_dp.pending import Pending
+from rocm_dp.plan import digest64
 from rocm_dp.transports import registry
 from rocm_dp.transports.collectives import CollectiveFailedError
 
@@ -55,14 +56,11 @@ class Dispatcher:
         self._routes: dict[TokenPlan, str] = {}
         self._calls: Counter[str] = Counter()
         self._closed = False
-        self._failure: str | None = None
 
     def check_open(self) -> None:
         """Raise ClosedError after ``close``, after a rank was lost, or when the groups were closed."""
         if self._closed:
             raise ClosedError("this TokenExchange is closed")
-        if self._failure:
-            raise ClosedError(f"this TokenExchange can't be used after: {self._failure}")
         self._groups.check_open()
 
     def check_plan(self, plan: TokenPlan) -> None:
@@ -94,8 +92,8 @@ class Dispatcher:
         """With ``confirm_calls``: raise RankMismatchError on every rank unless all make this very call."""
         self._slots.check_free(verb, batch)
         if self._options.confirm_calls:
-            fields = {"digest": plan.digest, "batch": batch, "partial": partial}
-            self._groups.control.call_equal(op, fields, shown={"digest": plan})
+            fields = {"verb": digest64(verb.encode()), "digest": plan.digest, "batch": batch, "partial": partial}
+            self._groups.control.call_equal(op, fields, shown={"verb": verb, "digest": plan})
 
     def slot(
         self, verb: str, batch: int, nbytes: int, *, reserve: int | None, inputs: Sequence[torch.Tensor] = ()
@@ -113,6 +111,11 @@ class Dispatcher:
         if self._options.poison:
             slot.buffer.fill_(_POISON)
         return slot
+
+    def reserve(self, verb: str, batch: int, nbytes: int) -> None:
+        """Make the slot of (verb, batch) with ``nbytes`` if it isn't there; results in it stay as they are."""
+        self.check_open()
+        self._slots.ensure(verb, batch, nbytes)
 
     def run(self, call: str, work: Callable[[], None]) -> None:
         """Run ``work`` on the current stream, after every launch so far."""
@@ -177,10 +180,13 @@ class Dispatcher:
         try:
             work()
         except (CollectiveFailedError, TimeoutError) as error:
-            lost = self._groups.control.lost(call)
-            self._failure = str(lost)
-            raise lost from error
+            raise self._groups.control.lost(call) from error
         self._calls[call] += 1
+
+
+def _stream_options(options: Options) -> dict[str, float]:
+    names = ("max_events", "max_in_flight", "timeout")
+    return {name: getattr(options, name) for name in names}
 
 
 def _attach(groups: Groups, device: torch.device, options: Options) -> SideStream:
@@ -188,5 +194,8 @@ def _attach(groups: Groups, device: torch.device, options: Options) -> SideStrea
     if device not in groups.attached:
         groups.attached[device] = side_stream(device, options)
     side: SideStream = groups.attached[device]
+    wanted, given = _stream_options(side.options), _stream_options(options)
+    if wanted != given:
+        raise ConfigError(f"exchanges on the same groups share a comm stream: it has {wanted}, got {given}")
     side.users += 1
     return side

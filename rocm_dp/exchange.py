@@ -80,8 +80,9 @@ class TokenExchange(GroupVerbs):
                 "max_rows": max_rows or 0,
                 "max_local_rows": max_local_rows or 0,
                 "options": digest64(repr(options).encode()),
+                "device": digest64(self.device.type.encode()),
             },
-            shown={"dtype": dtype, "options": options},
+            shown={"dtype": dtype, "options": options, "device": self.device.type},
         )
         self._dispatch = Dispatcher(groups, options, self.device, max_rows, self.max_local_rows)
         self._messages: dict[tuple[tuple[int, torch.dtype], ...], MessageLayout] = {}
@@ -152,12 +153,16 @@ class TokenExchange(GroupVerbs):
         """
         if self.max_rows is None or self.max_local_rows is None:
             raise ConfigError("reserve() needs max_rows at construction, got None")
+        if type(batches) is not int or batches < 1:
+            raise ConfigError(f"batches must be an int of at least 1, got {batches!r}")
         message = self._message(many) if many else None
+        combine_rows = self.max_local_rows if self._combine_rows is None else self._combine_rows
         for batch in range(batches):
-            self._slot("gather", batch, 0, self.max_rows)
-            self._slot("combine", batch, 0, self._combine_rows)
+            self._dispatch.reserve("gather", batch, self.max_rows * self._row_bytes)
+            self._dispatch.reserve("combine", batch, combine_rows * self._row_bytes)
             if message:
-                self._message_slot(message, batch, 0, 0)
+                nbytes = message.nbytes(self.max_local_rows, self.max_rows)
+                self._dispatch.reserve(_many(message), batch, nbytes)
 
     def explain(self, plan: TokenPlan) -> list[TransportVerdict]:
         """Return, for each transport, whether it would carry this plan, and why or why not."""
@@ -165,7 +170,7 @@ class TokenExchange(GroupVerbs):
         return list(self._dispatch.explain(plan))
 
     def stats(self) -> ExchangeStats:
-        """Return everything this exchange ever made; after warm-up only ``calls`` changes."""
+        """Return everything this exchange ever made: see ExchangeStats."""
         return self._dispatch.stats()
 
     def drain(self) -> None:
@@ -285,4 +290,4 @@ def _many(message: MessageLayout) -> str:
 def _with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return device if device.type == "cuda" else torch.device(device.type)

@@ -47,7 +47,7 @@ class Groups:
     ) -> None:
         self.layout = layout
         self.control = control
-        # What exchanges on these groups share, by device: see dispatch.
+        # The side streams of exchanges on these groups, by device, and what a lost rank may yet write.
         self.attached: dict[object, Any] = {}
         world = dist.get_process_group_ranks(groups["world"])
         if len(world) != layout.world_size:
@@ -125,9 +125,10 @@ class Groups:
         _destroy(owned)
 
     def check_open(self) -> None:
-        """Raise ClosedError after ``close``."""
+        """Raise ClosedError after ``close``, and after a rank was lost."""
         if self._closed:
             raise ClosedError("these Groups are closed")
+        self.control.check_usable()
 
     def __enter__(self) -> Groups:
         return self

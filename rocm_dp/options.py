@@ -19,10 +19,11 @@ class Options:
     ``transport``: use this one and no other (None: the first in the table that can). ``max_events``: cap of the
     event pool. ``max_in_flight``: how many event records the host may run ahead of the device, those of
     torch.distributed counted in. ``timeout``: seconds that the host waits for the device before it takes a rank
-    for lost. ``confirm_calls``:
-    before each call compare verb, batch and plan over the control plane, so that ranks that diverge get a named
-    error in place of a hang (a round trip on the CPU for each call: for tests and validation).
-    ``poison``: fill each returned buffer with 0xFF (NaN in every float dtype) before it is written.
+    for lost. These three are those of the comm stream, so exchanges on the same groups must have them alike.
+    ``confirm_calls``: before each gather, gather_many and combine compare verb, batch and plan over the control
+    plane, so that ranks that diverge get a named error in place of a hang (a round trip on the CPU for each call:
+    for tests and validation). ``poison``: fill each returned buffer with 0xFF (NaN in every float dtype) before it
+    is written.
 
     Raises ConfigError for values out of range.
     """

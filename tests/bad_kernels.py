@@ -18,10 +18,18 @@ def spills(dst, src, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["start", "rows"])
-def narrow_addresses(dst, src, start, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The row times the width is an int32: wrong from 2**31 elements on."""
+def narrow_product(dst, src, start, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The row times the width is an int32: wrong from 2**31 elements on, though the sums after it are wide."""
     lane = tl.arange(0, BLOCK)
     row = start + tl.program_id(0)
-    for at in range(0, WIDTH, BLOCK):
-        inside = (at + lane < WIDTH) & (row < rows)
-        tl.store(dst + row * WIDTH + at + lane, tl.load(src + at + lane, mask=inside), mask=inside)
+    place = (row * WIDTH).to(tl.int64)
+    inside = (lane < WIDTH) & (row < rows)
+    tl.store(dst + place + lane, tl.load(src + place + lane, mask=inside), mask=inside)
+
+
+@triton.jit(do_not_specialize=["start"])
+def narrow_step(dst, src, start, BLOCK: tl.constexpr):
+    """The place is made in 64 bits and then cut to 32."""
+    lane = tl.arange(0, BLOCK)
+    place = start.to(tl.int64) * BLOCK
+    tl.store(dst + place.to(tl.int32) + lane, tl.load(src + place + lane))

@@ -158,6 +158,49 @@ def captured(rank: int, grid: Grid, transport: str, replays: int) -> int:
     return replays
 
 
+def capture_that_ends_with_a_wait(rank: int, grid: Grid) -> int:
+    """Async calls alone in a capture, then eager calls; and eager calls waited for elsewhere, then a capture."""
+    plan = TokenPlan((5, 3), PaddingMode.SUM_LEN)
+    wrong = 0
+    with reserved(rank, grid, Options()) as exchange:
+        locals_ = [any_bits(n, H, torch.bfloat16, seed=d) for d, n in enumerate(plan.counts)]
+        local, want = locals_[rank].to(exchange.device), reference.gather(locals_, plan)
+        for _ in range(3):
+            exchange.gather_async(local, plan).wait()
+        torch.cuda.synchronize()
+        graph, other = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.graph(graph):
+            captured_view = exchange.gather_async(local, plan).wait()
+        wrong += not reference.same_bits(exchange.gather(local, plan).cpu(), want)
+        graph.replay()
+        wrong += not reference.same_bits(captured_view.cpu(), want)
+        pending = exchange.gather_async(local, plan)
+        with torch.cuda.stream(other):
+            pending.wait()
+        torch.cuda.synchronize()
+        second = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(second):
+            view = exchange.gather(local, plan)
+        second.replay()
+        wrong += not reference.same_bits(view.cpu(), want)
+        del graph, second
+    return wrong
+
+
+def while_another_device_is_current(rank: int, grid: Grid) -> int:
+    """Every verb on this rank's device while the process's current device is the other one."""
+    plan, wrong = TokenPlan((5, 3), PaddingMode.MAX_LEN), 0
+    with reserved(rank, grid, Options()) as exchange:
+        locals_ = [any_bits(n, H, torch.bfloat16, seed=d) for d, n in enumerate(plan.counts)]
+        local, want = locals_[rank].to(exchange.device), reference.gather(locals_, plan)
+        with torch.cuda.device(1 - rank):
+            for _ in range(3):
+                got = exchange.gather(local, plan).cpu(), exchange.gather_async(local, plan).wait()
+                torch.cuda.synchronize(exchange.device)
+                wrong += sum(not reference.same_bits(rows.cpu(), want) for rows in got)
+    return wrong
+
+
 def growing_buffers_in_a_capture(rank: int, grid: Grid) -> str:
     """A buffer that may grow is refused inside a capture, made before or not: the graph would keep the old one."""
     plan = TokenPlan((5,) * grid.dp, PaddingMode.SUM_LEN)

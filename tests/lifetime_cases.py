@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING
 import torch
 from exchange_cases import MANY, Case, Grid, H, an_exchange, any_bits, check_combine, check_gather
 
-from rocm_dp import PaddingMode, Phase, RankLayout, TokenExchange, TokenPlan, confirm, interleave, reference
+from rocm_dp import (
+    Options,
+    PaddingMode,
+    Phase,
+    RankLayout,
+    TokenExchange,
+    TokenPlan,
+    confirm,
+    interleave,
+    reference,
+)
 from rocm_dp.errors import (
     CapacityError,
     ClosedError,
@@ -29,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from rocm_dp import ExchangeStats
-    from rocm_dp.options import Options
 
 MOST = 40
 
@@ -223,6 +232,37 @@ def many_exchanges_on_the_same_groups(rank: int, grid: Grid) -> tuple[int, int, 
         right = right and bool((again == 1).all())
         made[1].close()
         return shared, len(groups.attached), right
+
+
+def reserve_spares_results(rank: int, grid: Grid, options: Options) -> bool:
+    """reserve() on an exchange in use leaves the results as they are; nonsense is refused."""
+    plan = TokenPlan((2,) * grid.dp, PaddingMode.SUM_LEN)
+    with reserved(rank, grid, options) as exchange:
+        ones = torch.ones(2, H, dtype=torch.bfloat16, device=exchange.device)
+        pending = exchange.gather_async(ones, plan)
+        result = pending.wait()
+        exchange.reserve(batches=3, many=MANY)
+        try:
+            exchange.reserve(batches=0)
+        except ConfigError:
+            return bool((pending.wait() == 1).all() and (result == 1).all())
+    return False
+
+
+def other_options_on_the_same_groups(rank: int, grid: Grid) -> str:
+    with an_exchange(rank, grid) as first:
+        try:
+            TokenExchange(
+                first.layout,
+                first.groups,
+                device=first.device,
+                hidden=H,
+                dtype=first.dtype,
+                options=Options(timeout=9),
+            )
+        except ConfigError as error:
+            return str(error)
+    return ""
 
 
 def capacity_errors(rank: int, grid: Grid, options: Options) -> list[str]:

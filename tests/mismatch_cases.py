@@ -94,6 +94,41 @@ def plans_in_another_order(rank: int, *, confirmed: bool) -> tuple[str, str, dic
         return outcome(lambda: confirm(plan, groups=exchange.groups))
 
 
+def messages_in_another_order(rank: int) -> tuple[str, str, dict[int, object], float]:
+    """Two kinds of message, both known to both ranks, then one of each at a time."""
+    plan = TokenPlan((1, 2), PaddingMode.SUM_LEN)
+    with an_exchange(rank, Grid(2, 2), confirm_calls=True) as exchange:
+        kinds = [torch.zeros(rank + 1, width) for width in (2, 3)]
+        for kind in kinds:
+            exchange.gather_many([kind], plan)
+        return outcome(lambda: exchange.gather_many([kinds[rank]], plan))
+
+
+def long_plans(rank: int) -> tuple[str, str, dict[int, object], float]:
+    """Plans of many dp ranks that differ in the last count only."""
+    plan = TokenPlan((1234,) * 199 + (rank,), PaddingMode.SUM_LEN)
+    with an_exchange(rank, Grid(2, 2)) as exchange:
+        return outcome(lambda: confirm(plan, groups=exchange.groups))
+
+
+Said = tuple[str, str, dict[int, object], float]
+
+
+def two_exchanges_lose_a_rank(rank: int) -> tuple[Said, Said, int]:
+    """Rank 1 stays away from the first exchange's call; the second exchange must know at once."""
+    plan = TokenPlan((1, 2), PaddingMode.SUM_LEN)
+    nothing: Said = ("nothing", "", {}, 0.0)
+    with (
+        an_exchange(rank, Grid(2, 2), timeout=TIMEOUT) as first,
+        TokenExchange(first.layout, first.groups, device="cpu", hidden=H, dtype=torch.float32) as second,
+    ):
+        if rank == 1:
+            time.sleep(TIMEOUT + 3)
+            return nothing, nothing, 0
+        lost = outcome(lambda: first.gather(torch.zeros(1, H, dtype=torch.bfloat16), plan))
+        return lost, outcome(lambda: second.gather(torch.zeros(1, H), plan)), 1
+
+
 def one_call_more(rank: int) -> tuple[str, str, dict[int, object], float]:
     """Rank 0 goes on to a combine while rank 1 gathers again."""
     plan = TokenPlan((1, 2), PaddingMode.SUM_LEN)

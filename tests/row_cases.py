@@ -38,7 +38,8 @@ class Move:
     count: int
     dtype: torch.dtype = torch.bfloat16
     width: int = 8
-    offset: int = 0  # elements by which both tensors miss their alignment
+    offset: int = 0  # elements by which dst misses its alignment
+    src_offset: int = 0
     index: torch.dtype = torch.int64
 
     def wanted(self, src: torch.Tensor, dst: torch.Tensor) -> torch.Tensor:
@@ -81,7 +82,7 @@ def check_move(move: Move, device: str) -> None:
     """Check one call: the result, the guard rows, the untouched source, and what the status says."""
     src_rows = some_rows(move.src_rows, move.width, move.dtype, seed=1)
     dst_rows = some_rows(move.dst_rows, move.width, move.dtype, seed=2)
-    src, src_memory = guarded(src_rows, move.offset, device)
+    src, src_memory = guarded(src_rows, move.src_offset, device)
     dst, dst_memory = guarded(dst_rows, move.offset, device)
     before, around = src_memory.clone(), dst_memory.clone()
     status = rows.new_status(device)
@@ -158,10 +159,10 @@ def check_repack(case: Repack, device: str) -> None:
 def matrix(device: str) -> int:
     """Every dtype and width, the cases from the field, the extremes; aligned and not. Returns how many."""
     moves = [
-        Move(verb, *shape, dtype=dtype, width=width, offset=offset)
+        Move(verb, *shape, dtype=dtype, width=width, offset=offset, src_offset=src_offset)
         for dtype in DTYPES
         for width in WIDTHS
-        for offset in (0, 1)
+        for offset, src_offset in ((0, 0), (1, 1), (0, 2), (1, 0))
         for verb, shape in (
             ("write_rows", (4, 9, 2, 3)),
             ("place_rows", (4, 9, 2, 3)),
@@ -222,6 +223,7 @@ def any_move(device: str, examples: int) -> None:
         dtype=st.sampled_from(DTYPES),
         width=st.integers(1, 40),
         offset=st.integers(0, 3),
+        src_offset=st.integers(0, 3),
     )
     def moves(**fields: object) -> None:
         check_move(Move(**fields), device)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import gpu_cases as cases
 import lifetime_cases
 import peer_cases
+import peer_kernel_cases
 import pytest
 import row_cases
 import torch
@@ -104,6 +105,23 @@ def test_a_capture_takes_only_buffers_that_can_never_move(pair: RankPool) -> Non
         assert "needs max_rows and reserve() before the capture" in said
 
 
+def test_captures_and_eager_calls_follow_each_other_in_any_order(pair: RankPool) -> None:
+    assert pair.run(cases.capture_that_ends_with_a_wait, PAIR) == [0, 0]
+
+
+def test_calls_go_to_the_exchanges_device_whatever_the_current_one_is(pair: RankPool) -> None:
+    assert pair.run(cases.while_another_device_is_current, PAIR) == [0, 0]
+
+
+def test_the_peer_kernels_equal_the_oracle_bit_for_bit(pair: RankPool) -> None:
+    for form in peer_kernel_cases.FORMS:
+        for dp in (1, 2):
+            assert {wrong for wrong, _ in pair.run(peer_kernel_cases.gathers, 2, dp, form, 50)} == {0}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert {wrong for wrong, _ in pair.run(peer_kernel_cases.combines, 2, 2, 12, dtype, 50)} == {0}
+    assert pair.run(peer_kernel_cases.one_rank_never_calls, 2)[0] == [2, 0, 2, 1 << 1]
+
+
 def test_callers_on_two_streams_and_two_exchanges_are_one_order(pair: RankPool) -> None:
     assert pair.run(cases.two_callers_two_exchanges, PAIR, 200) == [0, 0]
 
@@ -147,7 +165,7 @@ def test_rows_of_any_dtype_width_and_alignment_are_moved_and_no_guard_is_touched
     row_cases.any_move("cuda", 200)
 
 
-@pytest.mark.parametrize(("number", "width"), [(299_600, 7168), (17_000, 129_280)])
+@pytest.mark.parametrize(("number", "width"), [(299_600, 7168), (17_000, 129_281)])
 def test_rows_beyond_two_to_the_31_elements_land_in_their_place(number: int, width: int) -> None:
     dst = torch.zeros(number, width, dtype=torch.uint8, device="cuda")
     assert dst.numel() > 2**31

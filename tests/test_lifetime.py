@@ -74,6 +74,16 @@ def test_a_refused_call_is_not_counted_and_spoils_nothing(ranks: Ranks) -> None:
     assert ranks(2).run(cases.calls_counted, Grid(2, 2)) == [{"all_gather.gather": 1}] * 2
 
 
+def test_reserving_again_spares_the_results_of_calls(ranks: Ranks) -> None:
+    assert ranks(2).run(cases.reserve_spares_results, Grid(2, 2), Options(poison=True)) == [True, True]
+
+
+def test_exchanges_on_the_same_groups_agree_on_their_stream(ranks: Ranks) -> None:
+    for said in ranks(2).run(cases.other_options_on_the_same_groups, Grid(2, 2)):
+        assert "'timeout': 300.0}, got" in said
+        assert "'timeout': 9}" in said
+
+
 def test_exchanges_on_the_same_groups_share_one_stream_until_the_last_is_closed(ranks: Ranks) -> None:
     assert ranks(2).run(cases.many_exchanges_on_the_same_groups, Grid(2, 2)) == [(1, 0, True)] * 2
 

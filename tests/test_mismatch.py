@@ -94,6 +94,26 @@ def plans_case(rank: int, confirmed: bool) -> tuple[str, str, dict[int, object],
     return cases.plans_in_another_order(rank, confirmed=confirmed)
 
 
+def test_another_message_of_gather_many_on_one_rank_is_named(ranks: Ranks) -> None:
+    for kind, text, values, _ in ranks(2).run(cases.messages_in_another_order):
+        assert kind == "RankMismatchError"
+        assert "verb" in text
+        assert values == {0: "gather_many(2xfloat32)", 1: "gather_many(3xfloat32)"}
+
+
+def test_plans_that_differ_beyond_what_a_message_shows_are_refused_all_the_same(ranks: Ranks) -> None:
+    for kind, _, values, _ in ranks(2).run(cases.long_plans):
+        assert kind == "RankMismatchError"
+        assert len(set(values.values())) == 2
+
+
+def test_a_lost_rank_is_known_to_every_exchange_on_the_groups() -> None:
+    lost, after, _ = run_ranks(cases.two_exchanges_lose_a_rank, 2, backend="gloo")[0]
+    assert lost[0] == "RankMismatchError"
+    assert after[0] == "ClosedError"
+    assert after[3] < 0.5
+
+
 def test_one_call_more_on_one_rank_is_named(ranks: Ranks) -> None:
     for kind, _, values, _ in ranks(2).run(cases.one_call_more):
         assert kind == "RankMismatchError"

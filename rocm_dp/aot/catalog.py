@@ -14,17 +14,16 @@ from rocm_dp.kernels import rows, rows_triton
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Rows in use: hidden states, expert ids, token ids, top-k weights, block scales, logits of an odd vocabulary, fp8.
+# One kind of row in use for each width of access: only the width is compiled in.
 ROWS = (
-    ("bf16", 2, 7168),
-    ("fp8", 1, 7168),
-    ("int32", 4, 6),
-    ("int64", 8, 1),
-    ("bf16", 2, 6),
-    ("fp32", 4, 56),
-    ("bf16", 2, 32001),
+    ("bf16", 2, 7168),  # hidden states
+    ("int32", 4, 6),  # expert ids, top-k 6
+    ("bf16", 2, 6),  # their weights
+    ("bf16", 2, 32001),  # logits of an odd vocabulary
     ("fp8", 1, 7),
 )
+# Numbers on the device or the host, with a status or without: the transports launch the last.
+CALLS = ((True, True), (True, False), (False, False))
 WORLDS = (2, 4, 8)
 VERBS = {"write_rows": (False, False), "place_rows": (False, True), "read_rows": (True, True)}
 
@@ -38,11 +37,17 @@ class Form:
 
     verb: str
     rows: str
+    call: str
     kernel: Any
     args: tuple[Any, ...]
     constants: dict[str, Any]
     vec_bytes: int
     large: bool
+
+    @property
+    def only_rows(self) -> bool:
+        """Whether the kernel touches memory for nothing but rows."""
+        return not self.constants.get("REPORT", True) and not self.constants.get("ON_DEVICE", True)
 
     def compile(self) -> Any:
         """Compile for the target in force and return Triton's compiled kernel."""
@@ -50,20 +55,38 @@ class Form:
 
 
 def row_forms() -> Iterator[Form]:
-    """Yield the forms of the row kernels: every verb, kind of row, and buffers up to and above 2 GiB."""
+    """Yield the forms of the row kernels: every verb and call, rows of each width, buffers up to and above 2 GiB.
+
+    Pointers are aligned to 16 bytes, or to what the rows are; numbers on the device are int32.
+    """
     for (name, itemsize, width), large in product(ROWS, (False, True)):
         shape = rows.shape_for(width * itemsize)
         pointer = Pointer(shape.dtype, large=large)
-        label = f"[{width}] {name}"
-        common = {"REPORT": True, "VEC": shape.vec, "BLOCK": shape.block}
         row_vecs = width * itemsize // shape.vec_bytes
-        status, number = Pointer(torch.int64), Pointer(torch.int32)
-        for verb, (read, fill) in VERBS.items():
-            args: tuple[Any, ...] = (pointer, pointer, number, number, status, 4096, 8192, row_vecs)
-            constants = {"READ": read, "FILL": fill, "ON_DEVICE": True, **common}
-            yield Form(verb, label, rows_triton.move_rows, args, constants, shape.vec_bytes, large)
-        for verb, world in product(("compact_rows", "expand_rows"), WORLDS):
-            args = (pointer, pointer, number, status, 512, 4096, row_vecs, 1)
-            constants = {"EXPAND": verb == "expand_rows", "RANKS": world, "RANKS_POW2": world, **common}
-            named = f"{verb}, {world} ranks"
-            yield Form(named, label, rows_triton.repack_rows, args, constants, shape.vec_bytes, large)
+        cut = {"VEC": shape.vec, "BLOCK": shape.block}
+
+        def form(verb: str, call: str, kernel: Any, args: tuple[Any, ...], constants: dict[str, Any]) -> Form:
+            label = f"[{width}] {name}"  # noqa: B023 - used at once
+            return Form(verb, label, call, kernel, args, {**constants, **cut}, shape.vec_bytes, large)  # noqa: B023
+
+        for (verb, (read, fill)), (on_device, report) in product(VERBS.items(), CALLS):
+            number: Any = Pointer(torch.int32) if on_device else 1
+            args: tuple[Any, ...]
+            args = (pointer, pointer, number, number, _status(report=report), 4096, 8192, row_vecs)
+            constants: dict[str, Any]
+            constants = {"READ": read, "FILL": fill, "ON_DEVICE": on_device, "REPORT": report}
+            yield form(verb, _call(on_device=on_device, report=report), rows_triton.move_rows, args, constants)
+        for verb, world, report in product(("compact_rows", "expand_rows"), WORLDS, (True, False)):
+            counts = Pointer(torch.int32)
+            args = (pointer, pointer, counts, _status(report=report), 512, 4096, row_vecs, 1)
+            constants = {"EXPAND": verb == "expand_rows", "RANKS": world, "RANKS_POW2": world, "REPORT": report}
+            call = f"{world} ranks, {_call(on_device=True, report=report)}"
+            yield form(verb, call, rows_triton.repack_rows, args, constants)
+
+
+def _status(*, report: bool) -> Pointer | None:
+    return Pointer(torch.int64) if report else None
+
+
+def _call(*, on_device: bool, report: bool) -> str:
+    return f"numbers on the {'device' if on_device else 'host'}, {'with' if report else 'no'} status"

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of ``rocm-dp kernels``."""
     parser.add_argument("--arch", default="gfx942,gfx950", help="architectures, separated by commas")
+    parser.add_argument("--only", metavar="KERNEL", help="this kernel, e.g. place_rows")
     parser.add_argument(
         "--save", type=Path, help="keep the compiled kernels here: a warm TRITON_CACHE_DIR with a manifest"
     )
@@ -38,7 +39,12 @@ def run(args: argparse.Namespace, console: Console) -> int:
         args.save.mkdir(parents=True, exist_ok=True)
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("compiling", total=None)
-        judged = judge(args.arch.split(","), cache=args.save, on_done=lambda: progress.advance(task))
+        judged = judge(
+            [arch.strip() for arch in args.arch.split(",")],
+            only=args.only,
+            cache=args.save,
+            on_done=lambda: progress.advance(task),
+        )
     if args.save:
         write_manifest(args.save, judged)
         console.print(f"{len(judged)} kernels saved in {args.save}", markup=False)
@@ -46,7 +52,9 @@ def run(args: argparse.Namespace, console: Console) -> int:
     faulty = [one for one in judged if one.faults]
     for one in faulty:
         console.print(
-            f"{one.arch} {one.form.verb} {one.form.rows}: {'; '.join(one.faults)}", style="red", markup=False
+            f"{one.arch} {one.form.verb} {one.form.rows}, {one.form.call}: {'; '.join(one.faults)}",
+            style="red",
+            markup=False,
         )
     console.print(f"{len(judged)} kernels compiled, {len(faulty)} with faults")
     return 1 if faulty else 0
@@ -59,7 +67,7 @@ def _table(judged: Iterable[Judged], *, markdown: bool) -> Table:
     groups: dict[tuple[str, str, int, str], list[Judged]] = {}
     for one in judged:
         size = "> 2 GiB" if one.form.large else "<= 2 GiB"
-        groups.setdefault((one.arch, one.form.verb.split(",")[0], one.form.vec_bytes, size), []).append(one)
+        groups.setdefault((one.arch, one.form.verb, one.form.vec_bytes, size), []).append(one)
     for (arch, verb, vec_bytes, size), ones in groups.items():
         codes = [one.code for one in ones]
         table.add_row(

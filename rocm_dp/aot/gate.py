@@ -12,6 +12,7 @@ import triton
 from rocm_dp.aot import isa
 from rocm_dp.aot.catalog import row_forms
 from rocm_dp.aot.target import compiling_for
+from rocm_dp.errors import ConfigError
 from rocm_dp.version import __version__
 
 if TYPE_CHECKING:
@@ -36,19 +37,29 @@ class Judged:
 
 
 def judge(
-    arches: Iterable[str], *, cache: Path | None = None, on_done: Callable[[], object] = lambda: None
+    arches: Iterable[str],
+    *,
+    only: str | None = None,
+    cache: Path | None = None,
+    on_done: Callable[[], object] = lambda: None,
 ) -> list[Judged]:
     """Compile every form for every architecture into ``cache`` (None: Triton's own) and judge the code.
 
-    ``on_done`` is called after each. Raises ConfigError for an unknown architecture.
+    ``only``: the kernel of this name. ``on_done`` is called after each. Raises ConfigError for an unknown
+    architecture or kernel.
     """
+    forms = [form for form in row_forms() if only in (None, form.verb)]
+    if not forms:
+        names = sorted({form.verb for form in row_forms()})
+        raise ConfigError(f"kernel must be one of {', '.join(names)}, got {only}")
     judged = []
     for arch in arches:
         with compiling_for(arch, cache):
-            for form in row_forms():
+            for form in forms:
                 made = form.compile()
-                code = isa.parse(made.asm["amdgcn"])
-                faults = tuple(isa.faults(code, vec_bytes=form.vec_bytes))
+                assert made.metadata.target.arch == arch
+                code = isa.parse(made.asm["amdgcn"], made.asm["ttir"])
+                faults = tuple(isa.faults(code, vec_bytes=form.vec_bytes, only_rows=form.only_rows))
                 digest = hashlib.sha256(made.asm["hsaco"]).hexdigest()
                 judged.append(Judged(arch, form, code, faults, made.hash, digest))
                 on_done()
@@ -62,6 +73,8 @@ def write_manifest(folder: Path, judged: Iterable[Judged]) -> None:
             "arch": one.arch,
             "kernel": one.form.verb,
             "rows": one.form.rows,
+            "call": one.form.call,
+            "over_2_gib": one.form.large,
             "key": one.key,
             "hsaco_sha256": one.digest,
             "vgprs": one.code.vgprs,

@@ -10,9 +10,9 @@ _BYTES = {"byte": 1, "ubyte": 1, "sbyte": 1, "short": 2, "ushort": 2, "sshort": 
 _ACCESS = re.compile(
     r"^\s+(?:global|buffer|flat)_(load|store)_(\w+?)(?:x([234]))?(?:_d16(?:_hi)?)?\s", re.MULTILINE
 )
-# The high half of a product, and an add with carry: what a 64-bit address needs and a 32-bit one has not.
-_WIDE_PRODUCT = re.compile(r"^\s+(?:s_mul_hi_[ui]32|v_mul_hi_[ui]32|v_mad_u64_u32|s_mul_u64)", re.MULTILINE)
-_WIDE_SUM = re.compile(r"^\s+(?:s_addc_u32|v_addc_co_u32|v_lshl_add_u64|s_add_u64)", re.MULTILINE)
+_ANY_ACCESS = re.compile(r"^\s+(?:global|buffer|flat|scratch)_(?:load|store)_", re.MULTILINE)
+# A product of two scalars, or a step of a pointer by anything but a constant or a place within a block, in 32 bits.
+_NARROW = re.compile(r"arith\.muli [^\n]*: i32\b|tt\.addptr %[\w#]+, (?!%c\d)[^\n]*: !tt\.ptr<[^>]*>, i32\b")
 _VGPRS = 512  # a lane's vector registers on CDNA3 and CDNA4, arch and accumulation ones together
 _VGPR_GRANULE = 8
 _MAX_WAVES = 8  # on one SIMD
@@ -30,7 +30,8 @@ class Isa:
     lds: int
     wave: int
     accesses: Counter[tuple[str, int]]
-    wide_addresses: bool
+    unknown_accesses: int
+    narrow_addresses: int
 
     @property
     def occupancy(self) -> int:
@@ -39,12 +40,17 @@ class Isa:
         return min(_MAX_WAVES, _VGPRS // taken)
 
 
-def parse(amdgcn: str) -> Isa:
-    """Read the assembly that Triton's AMD backend writes, metadata included; ValueError when a field is missing."""
+def parse(amdgcn: str, ttir: str) -> Isa:
+    """Read the assembly that Triton's AMD backend writes, and in ``ttir`` how addresses are made.
+
+    Raises ValueError when a metadata field is missing. ``narrow_addresses`` counts scalar products and pointer
+    steps of 32 bits in Triton's own code: in the assembly they can't be told from products of other things.
+    """
     accesses: Counter[tuple[str, int]] = Counter()
     for kind, what, times in _ACCESS.findall(amdgcn):
         base = what.removesuffix("_d16_hi").removesuffix("_d16")
-        accesses[kind, _BYTES[base] * int(times or 1)] += 1
+        if base in _BYTES:
+            accesses[kind, _BYTES[base] * int(times or 1)] += 1
     return Isa(
         vgprs=_field(amdgcn, "vgpr_count"),
         sgprs=_field(amdgcn, "sgpr_count"),
@@ -54,7 +60,8 @@ def parse(amdgcn: str) -> Isa:
         lds=_field(amdgcn, "group_segment_fixed_size"),
         wave=_field(amdgcn, "wavefront_size"),
         accesses=accesses,
-        wide_addresses=bool(_WIDE_PRODUCT.search(amdgcn) and _WIDE_SUM.search(amdgcn)),
+        unknown_accesses=len(_ANY_ACCESS.findall(amdgcn)) - sum(accesses.values()),
+        narrow_addresses=len(_NARROW.findall(ttir)),
     )
 
 
@@ -65,8 +72,12 @@ def _field(amdgcn: str, name: str) -> int:
     return int(found.group(1))
 
 
-def faults(isa: Isa, *, vec_bytes: int) -> list[str]:
-    """Return what is wrong with a kernel whose rows allow accesses of ``vec_bytes``; empty when all is well."""
+def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False) -> list[str]:
+    """Return what is wrong with a kernel whose rows allow accesses of ``vec_bytes``; empty when all is well.
+
+    ``only_rows``: the kernel touches memory for nothing but rows, so that every access must be so wide; otherwise
+    the most frequent width of its loads and of its stores.
+    """
     found = []
     if isa.wave != 64:
         found.append(f"wave{isa.wave}, not wave64")
@@ -74,12 +85,14 @@ def faults(isa: Isa, *, vec_bytes: int) -> list[str]:
         found.append(f"spills {isa.vgpr_spills} VGPRs and {isa.sgpr_spills} SGPRs")
     if isa.scratch:
         found.append(f"uses {isa.scratch} bytes of scratch")
-    if not isa.wide_addresses:
-        found.append("has no 64-bit product or sum for its addresses")
+    if isa.narrow_addresses:
+        found.append(f"makes {isa.narrow_addresses} addresses in 32 bits")
+    if isa.unknown_accesses:
+        found.append(f"has {isa.unknown_accesses} memory accesses of a kind that is not known here")
     for kind in ("load", "store"):
-        # Counts, starts and the status are single accesses outside the loop: what matters is how rows move.
         widths = {width: n for (what, width), n in isa.accesses.items() if what == kind}
-        rows = max(widths, key=lambda width: widths[width], default=0)
-        if rows != vec_bytes:
-            found.append(f"{kind}s rows {rows} bytes at a time where {vec_bytes} are possible")
+        common = max(widths, key=lambda width: widths[width], default=0)
+        worst = min(widths, default=0) if only_rows else common
+        if worst != vec_bytes:
+            found.append(f"{kind}s rows {worst} bytes at a time where {vec_bytes} are possible")
     return found

@@ -1,6 +1,7 @@
 """Compile as if a GPU of some architecture were here: Triton's own launch path, without the launch.
 
-A kernel that is compiled so has the same key in Triton's cache as one that is launched on such a GPU.
+A kernel that is compiled so has the same key in Triton's cache as one that is launched on such a GPU by the same
+build of Triton with the same settings.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ class _AbsentGpu:
     def get_current_target(self) -> Any:
         return GPUTarget("hip", self._arch, WAVE)
 
-    def get_current_device(self) -> int:
-        # Triton keeps compiled kernels by device: each architecture is one of its own.
-        return ARCHES.index(self._arch)
+    def get_current_device(self) -> str:
+        # Triton keeps compiled kernels by device: this one is no real GPU of this process.
+        return f"absent {self._arch}"
 
-    def get_current_stream(self, device: int) -> int:  # noqa: ARG002 - the driver's interface
+    def get_current_stream(self, device: str) -> int:  # noqa: ARG002 - the driver's interface
         return 0
 
     def get_active_torch_device(self) -> torch.device:

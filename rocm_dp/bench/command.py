@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from rocm_dp.errors import ConfigError
+
 if TYPE_CHECKING:
     import argparse
 
@@ -31,13 +33,18 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     from rocm_dp.bench.rows import SHAPES, copy_bandwidth, measure
 
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats must be at least 1, got {args.repeats}")
+    if args.json and not args.json.resolve().parent.is_dir():
+        raise ConfigError(f"--json needs an existing folder, got {args.json}")
     found: list[Measured] = []
+    bandwidth = copy_bandwidth()
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("measuring", total=3 * len(SHAPES))
-        for one in measure(repeats=args.repeats):
+        for one in measure(bandwidth, repeats=args.repeats):
             found.append(one)
             progress.advance(task)
-    copied = copy_bandwidth() / 1e6
+    copied = bandwidth / 1e6
     device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     print_to = Console(width=160 if args.markdown else None)
     print_to.print(f"{device}; a large copy moves {copied:.2f} TB/s, read and written")

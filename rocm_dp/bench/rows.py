@@ -23,7 +23,7 @@ SHAPES = (
     (4096, 1, torch.int64),
     (4096, 32001, torch.bfloat16),
 )
-_COLD_BYTES = 2**29  # what the calls of one measurement touch together, far more than a cache holds
+_COLD_BYTES = 2**29  # what the calls of one measurement touch together, unless that takes too many of them
 _MIN_CALLS, _MAX_CALLS = 8, 64  # enough that the host is ahead of the device
 _COPY_BYTES = 2**31
 
@@ -49,17 +49,19 @@ class Measured:
 
 
 def copy_bandwidth(*, repeats: int = 20) -> float:
-    """Return what a large copy on the device moves, in bytes read and written per microsecond."""
+    """Return what a large copy on the device moves, in bytes read and written per microsecond.
+
+    Raises ConfigError without a GPU, or without triton, since then there is nothing to compare.
+    """
+    if not torch.cuda.is_available() or rows.rows_triton is None:
+        raise ConfigError("bench rows needs a GPU and triton")
     src = torch.empty(_COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
     dst = torch.empty_like(src)
     return 2 * _COPY_BYTES / eager_us([lambda: dst.copy_(src)], repeats=repeats)
 
 
-def measure(*, repeats: int = 30) -> Iterator[Measured]:
-    """Yield one measurement after the other. Raises ConfigError without a GPU."""
-    if not torch.cuda.is_available():
-        raise ConfigError("bench rows needs a GPU, got none")
-    bandwidth = copy_bandwidth()
+def measure(bandwidth: float, *, repeats: int = 30) -> Iterator[Measured]:
+    """Yield one measurement after the other; ``bandwidth`` is what ``copy_bandwidth`` returned."""
     for number, width, dtype in SHAPES:
         for verb in ("write_rows", "place_rows", "read_rows"):
             pairs = list(_pairs(verb, number, width, dtype))

@@ -90,8 +90,12 @@ class CheckedExchange:
         self._lap(None)
 
     def scatter(self, full: torch.Tensor, plan: TokenPlan) -> torch.Tensor:
-        """Scatter: a slice, checked with the gather."""
-        return self._exchange.scatter(full, plan)
+        """Scatter, checked bit for bit."""
+        got = self._exchange.scatter(full, plan)
+        self._note(
+            reference.same_bits(got, reference.scatter(full, plan)[self.layout.dp_rank]), "scatter differs", plan
+        )
+        return got
 
     def _check_gather(
         self, got: torch.Tensor, locals_: list[torch.Tensor], plan: TokenPlan, *, partial: bool

@@ -78,6 +78,11 @@ class SlotPool:
         slot.generation += 1
         return slot
 
+    def ensure(self, verb: str, batch: int, nbytes: int) -> None:
+        """Make the slot of (verb, batch) with ``nbytes`` if it isn't there."""
+        if (verb, batch) not in self._slots:
+            self._make(verb, batch, nbytes)
+
     def check_free(self, verb: str, batch: int) -> None:
         """Raise SlotBusyError while the last use of (verb, batch) is outstanding."""
         slot = self._slots.get((verb, batch))
@@ -114,7 +119,9 @@ class SlotPool:
     def _grow(self, slot: Slot, nbytes: int) -> None:
         buffer = self._allocate(max(nbytes, int(slot.buffer.numel() * _GROWTH)))
         done = self._events.take(_owner(*slot.key))
-        # The comm stream may still write the old buffer: keep it until its last done event has passed.
+        # The device may still use the old buffer: keep it until it has come to here. The current stream is behind
+        # the comm stream's last use of it, since that was waited for.
+        slot.done.record()
         self._outgrown.append((slot.buffer, slot.done))
         slot.buffer, slot.done = buffer, done
         self.growths += 1
