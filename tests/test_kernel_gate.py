@@ -84,7 +84,7 @@ def form_of(kernel: Any, args: tuple[Any, ...], **constants: Any) -> Form:
 @pytest.mark.usefixtures("cache")
 def test_a_kernel_that_spills_is_caught() -> None:
     pointer = Pointer(torch.float32)
-    code = code_of(form_of(bad_kernels.spills, (pointer, pointer), BLOCK=65536))
+    code = code_of(form_of(bad_kernels.spills, (pointer, pointer), BLOCK=32768))
     said = "; ".join(isa.faults(code, vec_bytes=16))
     assert "spills" in said
     assert "scratch" in said

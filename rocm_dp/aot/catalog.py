@@ -24,7 +24,8 @@ ROWS = (
 )
 # Numbers on the device or the host, with a status or without: the transports launch the last.
 CALLS = ((True, True), (True, False), (False, False))
-WORLDS = (2, 4, 8)
+MOST_BYTES = 16  # of an access
+WORLDS = (2, 4, 8)  # for narrower rows the last of them stands for all
 VERBS = {"write_rows": (False, False), "place_rows": (False, True), "read_rows": (True, True)}
 
 
@@ -76,7 +77,8 @@ def row_forms() -> Iterator[Form]:
             constants: dict[str, Any]
             constants = {"READ": read, "FILL": fill, "ON_DEVICE": on_device, "REPORT": report}
             yield form(verb, _call(on_device=on_device, report=report), rows_triton.move_rows, args, constants)
-        for verb, world, report in product(("compact_rows", "expand_rows"), WORLDS, (True, False)):
+        worlds = WORLDS if shape.vec_bytes == MOST_BYTES else WORLDS[-1:]
+        for verb, world, report in product(("compact_rows", "expand_rows"), worlds, (True, False)):
             counts = Pointer(torch.int32)
             args = (pointer, pointer, counts, _status(report=report), 512, 4096, row_vecs, 1)
             constants = {"EXPAND": verb == "expand_rows", "RANKS": world, "RANKS_POW2": world, "REPORT": report}
