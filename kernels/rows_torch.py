@@ -28,12 +28,14 @@ def move_rows(
         status.copy_(torch.tensor([1, start, count]))
     first = max(0, -start)
     rows = max(0, min(count, here, there - start) - first)
-    if fill:
-        dst.zero_()
+    near, far = slice(first, first + rows), slice(first + start, first + start + rows)
+    into, out_of = (near, far) if read else (far, near)
     if rows:
-        near, far = slice(first, first + rows), slice(first + start, first + start + rows)
-        into, out_of = (near, far) if read else (far, near)
-        dst[into] = src[out_of]
+        dst[into].copy_(src[out_of])
+    if fill:
+        for outside in (dst[: into.start], dst[into.stop :]) if rows else (dst,):
+            if outside.numel():
+                outside.zero_()
 
 
 def repack_rows(

@@ -184,6 +184,27 @@ def test_rows_beyond_two_to_the_31_elements_land_in_their_place(number: int, wid
     del dst
 
 
+def test_numbers_of_the_host_give_the_same_rows_eager_and_in_a_graph() -> None:
+    src = torch.randn(5, 24, device="cuda")
+    for verb, (number, start, count) in (
+        ("write_rows", (9, 2, 3)),
+        ("place_rows", (9, 2, 3)),
+        ("read_rows", (4, 1, 3)),
+    ):
+        eager, on_device, replayed = (torch.full((number, 24), 7.0, device="cuda") for _ in range(3))
+        at, n = torch.tensor(start, device="cuda"), torch.tensor(count, device="cuda")
+        call = getattr(rows, verb)
+        call(eager, src, start=start, count=count)
+        call(on_device, src, start=at, count=n)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call(replayed, src, start=start, count=count)
+        graph.replay()
+        assert torch.equal(eager, on_device)
+        assert torch.equal(replayed, on_device)
+        del graph
+
+
 def test_counts_stay_on_the_device() -> None:
     """No call asks the host: under a sync that raises, all of them run."""
     dst, src = torch.zeros(64, 8, device="cuda"), torch.ones(64, 8, device="cuda")
