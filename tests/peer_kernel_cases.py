@@ -11,6 +11,7 @@ import triton.language as tl
 from rocm_dp.kernels import peer_triton
 
 from rocm_dp import Groups, PaddingMode, RankLayout, TokenPlan, reference
+from rocm_dp.control import Op
 from rocm_dp.memory.peer import PeerBuffer
 from rocm_dp.testing import rank_device
 
@@ -197,8 +198,10 @@ def one_rank_never_calls(rank: int, world: int) -> list[int]:
         local = bits(2, form, seed=1).to(channel.device)
         counts = torch.full((world,), 2, device=channel.device)
         channel.gather(local, counts, form)
+        # Those that do call start together, so that only the absent one is missed.
+        groups.control.call(Op.CONFIRM, {})
         if rank != 1:
-            channel.gather(local, counts, form, spins=200)
+            channel.gather(local, counts, form, spins=10_000_000 if channel.device.type == "cuda" else 10_000)
         state = channel.state.tolist()
         channel.close()
     return state
