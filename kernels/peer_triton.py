@@ -41,13 +41,13 @@ def _arrive_and_wait(pads, state, epoch, rank, spins, WORLD: tl.constexpr):
     lane = tl.program_id(0).to(tl.int64) * WORLD
     tl.debug_barrier()
     for turn in tl.static_range(WORLD):
-        peer = (rank + turn) % WORLD
+        peer = ((rank + turn) % WORLD).to(tl.int64)
         pad = tl.load(pads + peer).to(tl.pointer_type(tl.int64))
         tl.atomic_xchg(pad + lane + rank, epoch, sem="release", scope="sys")
     own = tl.load(pads + rank).to(tl.pointer_type(tl.int64))
     none = epoch * 0
     for turn in tl.static_range(WORLD):
-        peer = (rank + turn) % WORLD
+        peer = ((rank + turn) % WORLD).to(tl.int64)
         seen = tl.atomic_add(own + lane + peer, none, sem="acquire", scope="sys")
         looks = spins * 0
         while (seen < epoch) & (looks < spins):
@@ -93,6 +93,7 @@ def gather_rows(
     The result lies in slot ``epoch % 2`` of the own buffer: row ``sum(counts[:dp]) + i`` is row i of dp rank dp.
     Example: counts (2, 0, 1), capacity 4: rows a0 a1 c0 and a row of zeros on every rank.
     """
+    rank = rank.to(tl.int64)
     row = row_vecs.to(tl.int64) * VEC
     epoch = tl.load(state) + 1
     slot = (epoch % 2) * slot_rows.to(tl.int64) * row
@@ -109,7 +110,7 @@ def gather_rows(
         part = tl.load(local + at + lane, mask=inside)
         for turn in tl.static_range(WORLD):
             # Each rank starts with itself and goes round, so that no two of them crowd one link.
-            peer = (rank + turn) % WORLD
+            peer = ((rank + turn) % WORLD).to(tl.int64)
             to = tl.multiple_of(tl.load(buffers + peer).to(tl.pointer_type(UNIT)), 16)
             tl.store(to + (slot + before * row + at) + lane, part, mask=inside)
     own = tl.multiple_of(tl.load(buffers + rank).to(tl.pointer_type(UNIT)), 16) + slot
@@ -146,6 +147,7 @@ def combine_rows(
     buffer is [W, stage_rows, ...]: part k is from rank k. Every rank sums its share of its dp rank's rows: row i of
     ``out`` is row ``low + i`` of them. The order of the sum is the same on all ranks and in every run.
     """
+    rank = rank.to(tl.int64)
     row = row_vecs.to(tl.int64) * VEC
     epoch = tl.load(state) + 1
     slot = (epoch % 2) * slot_rows.to(tl.int64) * row
@@ -156,7 +158,7 @@ def combine_rows(
     first = tl.program_id(0).to(tl.int64) * BLOCK
     stride = tl.num_programs(0).to(tl.int64) * BLOCK
     for turn in tl.static_range(WORLD):
-        peer = (rank + turn) % WORLD
+        peer = ((rank + turn) % WORLD).to(tl.int64)
         before, low, high = _share(counts, peer // replicas, peer % replicas, replicas, DP, DP_POW2)
         begin = (before + low) * row
         size = tl.minimum(tl.minimum((high - low) * row, stage), rows - begin)

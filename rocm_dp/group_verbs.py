@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from rocm_dp.groups import Groups
 
+# A verb's name and the group of Groups that it acts on.
+_GROUPS = {"tp": "tp", "cp": "cp", "moe_cp": "moe_dp"}
+
 
 class GroupVerbs(ABC):
     """All-reduce, reduce-scatter and all-gather of ``[rows, width]`` over tp, cp and the MoE-cp group.
@@ -54,15 +57,15 @@ class GroupVerbs(ABC):
 
     def moe_cp_all_reduce(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Sum ``x`` over the ranks that exchange tokens before the MoE: [rows, width]."""
-        return self._all_reduce("moe_dp", x, out)
+        return self._all_reduce("moe_cp", x, out)
 
     def moe_cp_reduce_scatter(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Sum ``x`` over the MoE-cp group and keep this rank's rows: [rows / group size, width]."""
-        return self._reduce_scatter("moe_dp", x, out)
+        return self._reduce_scatter("moe_cp", x, out)
 
     def moe_cp_all_gather(self, x: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
         """Stack ``x`` of the MoE-cp ranks: [rows * group size, width], any dtype."""
-        return self._all_gather("moe_dp", x, out)
+        return self._all_gather("moe_cp", x, out)
 
     def _all_reduce(self, name: str, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
         group, x = self._door(f"{name} all-reduce", name, x, summed=True)
@@ -98,7 +101,7 @@ class GroupVerbs(ABC):
         x = checked_rows(f"{verb} input", x, None, device=self.device)
         if summed:
             check_summed(verb, x.dtype)
-        return getattr(self.groups, name), x
+        return getattr(self.groups, _GROUPS[name]), x
 
     def _out(self, verb: str, x: torch.Tensor, out: torch.Tensor | None, rows: int) -> torch.Tensor:
         if out is None:

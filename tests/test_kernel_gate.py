@@ -17,12 +17,13 @@ from unittest.mock import patch
 import bad_kernels
 import pytest
 import torch
-from rocm_dp.kernels import rows, rows_triton
+import triton
+from rocm_dp.kernels import peer_triton, rows, rows_triton
 from rocm_dp.kernels.launch import Launcher
 
 from rocm_dp import PaddingMode, RankLayout, TokenPlan
 from rocm_dp.aot import isa
-from rocm_dp.aot.catalog import ROWS, VERBS, Form, row_forms
+from rocm_dp.aot.catalog import ROWS, VERBS, Form, all_forms, peer_forms, row_forms
 from rocm_dp.aot.gate import judge
 from rocm_dp.aot.target import ARCHES, Pointer, compiling_for
 from rocm_dp.cli import main
@@ -62,9 +63,9 @@ def test_no_kernel_has_a_fault_on_either_architecture(tmp_path: Path) -> None:
     with RankPool(len(ARCHES), backend="gloo", timeout=280.0) as pool:
         answers = pool.run(judged_here, str(tmp_path))
     for found in answers:
-        assert found["verbs"] == {*VERBS, "compact_rows", "expand_rows"}
+        assert found["verbs"] == {*VERBS, "compact_rows", "expand_rows", "gather_rows", "combine_rows"}
         assert found["faults"] == []
-        assert found["forms"] == len(list(row_forms()))
+        assert found["forms"] == len(list(all_forms()))
         # Forms whose rows differ only in what a launch passes as a number share their code.
         assert found["keys"] > len(ROWS)
         assert found["narrowest_of_aligned"] >= 4
@@ -113,6 +114,30 @@ def test_a_misaligned_pointer_is_caught() -> None:
     assert isa.faults(code_of(off), vec_bytes=16) == [said]
 
 
+@pytest.mark.usefixtures("cache")
+def test_a_hand_over_that_stays_within_one_gpu_is_caught() -> None:
+    """The gather hands over at system scope; the same atomics at device scope reach no other GPU."""
+    [form] = [f for f in peer_forms() if (f.verb, f.peers) == ("gather_rows", 8)]
+    code = code_of(form)
+    assert isa.faults(code, vec_bytes=16, peers=8) == []
+    assert code.system_releases >= 8
+    pointer = Pointer(torch.int64)
+    near = code_of(form_of(bad_kernels.near_flags, (pointer, pointer), BLOCK=256))
+    assert "has 0 releases and 0 acquires of system scope for 1 peers" in isa.faults(near, vec_bytes=16, peers=1)
+
+
+def test_every_kernel_of_the_folder_is_in_the_catalog() -> None:
+    judged = {form.kernel.__name__ for form in all_forms()}
+    launched = set()
+    for module in (rows_triton, peer_triton):
+        for name, kernel in vars(module).items():
+            if isinstance(kernel, triton.JITFunction) and not name.startswith("_"):
+                launched.add(name)
+    assert judged == launched
+    files = {path.stem for path in Path(rows_triton.__file__).parent.glob("*_triton.py")}
+    assert files == {"rows_triton", "peer_triton"}
+
+
 def test_wave32_and_missing_metadata_are_caught() -> None:
     text = "\n".join(
         f"    .{name}: {value}"
@@ -135,7 +160,7 @@ def test_wave32_and_missing_metadata_are_caught() -> None:
 
 @pytest.mark.parametrize(("vgprs", "waves"), [(1, 8), (64, 8), (65, 7), (128, 4), (129, 3), (256, 2), (512, 1)])
 def test_occupancy_is_what_512_registers_a_lane_leave_room_for(vgprs: int, waves: int) -> None:
-    code = isa.Isa(vgprs, 0, 0, 0, 0, 0, 64, Counter(), unknown_accesses=0, narrow_addresses=0)
+    code = isa.Isa(vgprs, 0, 0, 0, 0, 0, 64, Counter(), 0, 0, 0, 0)
     assert code.occupancy == waves
 
 

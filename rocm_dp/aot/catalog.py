@@ -7,9 +7,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton.language as tl
 
 from rocm_dp.aot.target import WAVE, Pointer
-from rocm_dp.kernels import rows, rows_triton
+from rocm_dp.kernels import peer_triton, rows, rows_triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,7 +34,8 @@ VERBS = {"write_rows": (False, False), "place_rows": (False, True), "read_rows":
 class Form:
     """One form of a kernel: what it is for, and the arguments that make Triton compile it.
 
-    ``vec_bytes``: the widest access that the rows allow; ``large``: for buffers of more than 2 GiB.
+    ``vec_bytes``: the widest access that the rows allow; ``large``: for buffers of more than 2 GiB; ``peers``: how
+    many ranks it hands rows to.
     """
 
     verb: str
@@ -44,6 +46,7 @@ class Form:
     constants: dict[str, Any]
     vec_bytes: int
     large: bool
+    peers: int = 0
 
     @property
     def only_rows(self) -> bool:
@@ -84,6 +87,28 @@ def row_forms() -> Iterator[Form]:
             constants = {"EXPAND": verb == "expand_rows", "RANKS": world, "RANKS_POW2": world, "REPORT": report}
             call = f"{world} ranks, {_call(on_device=True, report=report)}"
             yield form(verb, call, rows_triton.repack_rows, args, constants)
+
+
+def peer_forms() -> Iterator[Form]:
+    """Yield the forms of the peer kernels: hidden states in bfloat16, 2, 4 and 8 ranks with rows of their own."""
+    table, state = Pointer(torch.int64), Pointer(torch.int64)
+    for world in WORLDS:
+        common = {"BLOCK": 1024, "WORLD": world, "DP": world, "DP_POW2": world}
+        rows_in, numbers = Pointer(torch.int32), (0, 896, 512, 512)
+        args: tuple[Any, ...] = (rows_in, table, table, table, state, *numbers, 100_000)
+        constants = {"UNIT": tl.int32, "VEC": 4, **common}
+        call, label = f"{world} ranks", "[7168] bf16"
+        yield Form("gather_rows", label, call, peer_triton.gather_rows, args, constants, MOST_BYTES, False, world)
+        addends = Pointer(torch.bfloat16)
+        args = (addends, addends, table, table, table, state, *numbers, 512, 100_000)
+        constants = {"DTYPE": tl.bfloat16, "VEC": 8, **common}
+        yield Form("combine_rows", label, call, peer_triton.combine_rows, args, constants, MOST_BYTES, False, world)
+
+
+def all_forms() -> Iterator[Form]:
+    """Yield the forms of every kernel."""
+    yield from row_forms()
+    yield from peer_forms()
 
 
 def _status(*, report: bool) -> Pointer | None:

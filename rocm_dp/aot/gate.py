@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import triton
 
 from rocm_dp.aot import isa
-from rocm_dp.aot.catalog import row_forms
+from rocm_dp.aot.catalog import all_forms
 from rocm_dp.aot.target import compiling_for
 from rocm_dp.errors import ConfigError
 from rocm_dp.version import __version__
@@ -48,9 +48,9 @@ def judge(
     ``only``: the kernel of this name. ``on_done`` is called after each. Raises ConfigError for an unknown
     architecture or kernel.
     """
-    forms = [form for form in row_forms() if only in (None, form.verb)]
+    forms = [form for form in all_forms() if only in (None, form.verb)]
     if not forms:
-        names = sorted({form.verb for form in row_forms()})
+        names = sorted({form.verb for form in all_forms()})
         raise ConfigError(f"kernel must be one of {', '.join(names)}, got {only}")
     judged = []
     for arch in arches:
@@ -59,7 +59,9 @@ def judge(
                 made = form.compile()
                 assert made.metadata.target.arch == arch
                 code = isa.parse(made.asm["amdgcn"], made.asm["ttir"])
-                faults = tuple(isa.faults(code, vec_bytes=form.vec_bytes, only_rows=form.only_rows))
+                faults = tuple(
+                    isa.faults(code, vec_bytes=form.vec_bytes, only_rows=form.only_rows, peers=form.peers)
+                )
                 digest = hashlib.sha256(made.asm["hsaco"]).hexdigest()
                 judged.append(Judged(arch, form, code, faults, made.hash, digest))
                 on_done()

@@ -15,6 +15,7 @@ _ANY_ACCESS = re.compile(r"^\s+(?:global|buffer|flat|scratch)_(?:load|store)_", 
 _NARROW = re.compile(r"arith\.muli [^\n]*: i32\b|tt\.addptr %[\w#]+, (?!%c\d)[^\n]*: !tt\.ptr<[^>]*>, i32\b")
 _VGPRS = 512  # a lane's vector registers on CDNA3 and CDNA4, arch and accumulation ones together
 _VGPR_GRANULE = 8
+_ADDRESS_BYTES = 8
 _MAX_WAVES = 8  # on one SIMD
 
 
@@ -32,6 +33,8 @@ class Isa:
     accesses: Counter[tuple[str, int]]
     unknown_accesses: int
     narrow_addresses: int
+    system_releases: int
+    system_acquires: int
 
     @property
     def occupancy(self) -> int:
@@ -62,6 +65,8 @@ def parse(amdgcn: str, ttir: str) -> Isa:
         accesses=accesses,
         unknown_accesses=len(_ANY_ACCESS.findall(amdgcn)) - sum(accesses.values()),
         narrow_addresses=len(_NARROW.findall(ttir)),
+        system_releases=len(re.findall(r"^\s+buffer_wbl2 sc0 sc1\b", amdgcn, re.MULTILINE)),
+        system_acquires=len(re.findall(r"^\s+buffer_inv sc0 sc1\b", amdgcn, re.MULTILINE)),
     )
 
 
@@ -72,11 +77,12 @@ def _field(amdgcn: str, name: str) -> int:
     return int(found.group(1))
 
 
-def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False) -> list[str]:
+def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False, peers: int = 0) -> list[str]:
     """Return what is wrong with a kernel whose rows allow accesses of ``vec_bytes``; empty when all is well.
 
     ``only_rows``: the kernel touches memory for nothing but rows, so that every access must be so wide; otherwise
-    the most frequent width of its loads and of its stores.
+    the most frequent width of its loads and of its stores. ``peers``: it hands rows to so many ranks, so it needs
+    a release and an acquire of system scope for each; peers' addresses are loads of 8 bytes, nothing is narrower.
     """
     found = []
     if isa.wave != 64:
@@ -93,6 +99,11 @@ def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False) -> list[str]:
         widths = {width: n for (what, width), n in isa.accesses.items() if what == kind}
         common = max(widths, key=lambda width: widths[width], default=0)
         worst = min(widths, default=0) if only_rows else common
+        if peers:
+            worst = max(widths, default=0) if min(widths, default=0) >= _ADDRESS_BYTES else min(widths, default=0)
         if worst != vec_bytes:
             found.append(f"{kind}s rows {worst} bytes at a time where {vec_bytes} are possible")
+    if min(isa.system_releases, isa.system_acquires) < peers:
+        have = f"{isa.system_releases} releases and {isa.system_acquires} acquires of system scope"
+        found.append(f"has {have} for {peers} peers")
     return found
