@@ -16,6 +16,7 @@ from rocm_dp.errors import (
     DtypeError,
     EventPoolExhausted,
     PeerRefusedError,
+    PeerTimeoutError,
     RankFailedError,
     RankMismatchError,
     RocmDpError,
@@ -30,6 +31,7 @@ from rocm_dp.version import __version__
 if TYPE_CHECKING:
     from rocm_dp.agreement import Agreement, StepRules, agree, confirm
     from rocm_dp.exchange import TokenExchange
+    from rocm_dp.graphs import GraphPlan
     from rocm_dp.groups import Groups
     from rocm_dp.layout import RankLayout
     from rocm_dp.options import ExchangeStats, Options
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "Agreement": "agreement",
     "ExchangeStats": "options",
+    "GraphPlan": "graphs",
     "Groups": "groups",
     "Options": "options",
     "PaddingMode": "plan",
@@ -65,10 +68,12 @@ __all__ = [
     "DtypeError",
     "EventPoolExhausted",
     "ExchangeStats",
+    "GraphPlan",
     "Groups",
     "Options",
     "PaddingMode",
     "PeerRefusedError",
+    "PeerTimeoutError",
     "Pending",
     "Phase",
     "RankFailedError",

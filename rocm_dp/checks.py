@@ -33,6 +33,10 @@ def checked_rows(
         raise TensorError(f"{name} must be {dtype}, got {tensor.dtype}")
     if tensor.device != device:
         raise TensorError(f"{name} must be on {device}, got {tensor.device}")
+    if tensor.data_ptr() % tensor.itemsize:
+        raise TensorError(
+            f"{name} must begin at a multiple of its {tensor.itemsize} bytes, got {tensor.data_ptr():#x}"
+        )
     if tensor.is_conj() or tensor.is_neg():
         raise TensorError(f"{name} must be in memory as it reads, got a lazy conjugate or negative")
     # A [N, 1] tensor may be contiguous with any stride in its last dimension, and then has no byte view.

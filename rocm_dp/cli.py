@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _COMMANDS = (
     ("demo", demo, "replay a trace over ranks with a small MoE model, every verb of every step checked"),
-    ("bench", bench, "measure on the GPU at hand, against what torch does"),
+    ("bench", bench, "measure, against what torch does"),
     ("kernels", kernels, "compile the kernels for AMD GPUs, none needed, and judge the machine code"),
 )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from rocm_dp.memory.events import Event
     from rocm_dp.memory.slots import Slot
     from rocm_dp.options import Options
+
+
+_OWN_RECORDS = 3  # ready, done, the hand-over
+# Takes the raw handle of the stream that it runs on.
+Work: TypeAlias = "Callable[[int], None]"
 
 
 class SideStream(Protocol):
@@ -34,14 +39,20 @@ class SideStream(Protocol):
     def in_flight(self) -> int:
         """Event records that the device may not have reached yet."""
 
-    def launch(self, slot: Slot, work: Callable[[], None]) -> None:
-        """Run ``work`` after all that the caller's stream has queued, beside what it queues next."""
+    def launch(self, slot: Slot, work: Work, *, raw: bool) -> None:
+        """Run ``work`` after all that the caller's stream has queued, beside what it queues next.
+
+        ``raw``: it goes by the handle that it is given, and records no events of its own.
+        """
 
     def join(self, slot: Slot) -> None:
         """Make the caller's stream wait for the slot's last launch."""
 
-    def inline(self, work: Callable[[], None]) -> None:
+    def inline(self, work: Work, *, raw: bool) -> None:
         """Run ``work`` on the caller's stream, after every launch so far."""
+
+    def settled(self) -> int | None:
+        """Return the raw handle of the caller's stream if it is behind every launch already, else None."""
 
     def finish(self, timeout: float) -> None:
         """Let the host wait for the stream's work; TimeoutError after ``timeout`` seconds."""
@@ -58,19 +69,23 @@ class InlineStream:
         self.events = EventPool(InlineEvent, cap=options.max_events)
         self.streams_made = self.users = self.in_flight = 0
 
-    def launch(self, slot: Slot, work: Callable[[], None]) -> None:
+    def launch(self, slot: Slot, work: Work, *, raw: bool) -> None:  # noqa: ARG002 - the protocol's
         """Run ``work``."""
         slot.ready.record()
-        work()
+        work(0)
         slot.done.record()
 
     def join(self, slot: Slot) -> None:
         """Return at once: the work is done."""
         slot.done.wait()
 
-    def inline(self, work: Callable[[], None]) -> None:
+    def inline(self, work: Work, *, raw: bool) -> None:  # noqa: ARG002 - the protocol's
         """Run ``work``."""
-        work()
+        work(0)
+
+    def settled(self) -> int | None:
+        """Return 0: the work is done."""
+        return 0
 
     def finish(self, timeout: float) -> None:
         """Return at once: the work is done."""
@@ -96,6 +111,7 @@ class CommStream:
         self._limit = RunAheadLimit(self.events, limit=options.max_in_flight, timeout=options.timeout)
         self._handover = self.events.take("hand-over between callers' streams")
         self._caller: torch.cuda.Stream | None = None
+        self._handle, self._index = -1, device.index  # of the last caller: quicker to compare
         # The last launch that no inline work has waited for, and whether it was captured.
         self._last: tuple[Event, bool] | None = None
 
@@ -104,18 +120,18 @@ class CommStream:
         """Event records that the device may not have reached yet (an upper bound)."""
         return self._limit.in_flight
 
-    def launch(self, slot: Slot, work: Callable[[], None]) -> None:
+    def launch(self, slot: Slot, work: Work, *, raw: bool) -> None:
         """Run ``work`` on the comm stream once the caller's stream has reached this point."""
         with self._on_device():
             capturing = torch.cuda.is_current_stream_capturing()
             slot.ready.record(self._current(capturing=capturing))
             slot.ready.wait(self._stream)
-            with torch.cuda.stream(self._stream):
-                work()
+            with nullcontext() if raw else torch.cuda.stream(self._stream):
+                work(self._stream.cuda_stream)
             slot.done.record(self._stream)
             self._last = slot.done, capturing
             if not capturing:
-                self._limit.note(RECORDS_PER_CALL, self._stream)
+                self._limit.note(_OWN_RECORDS if raw else RECORDS_PER_CALL, self._stream)
 
     def join(self, slot: Slot) -> None:
         """Make the caller's stream wait for the slot's last launch."""
@@ -124,8 +140,11 @@ class CommStream:
         if self._last is not None and self._last[0] is slot.done and (self._last[1] or current == self._caller):
             self._last = None
 
-    def inline(self, work: Callable[[], None]) -> None:
+    def inline(self, work: Work, *, raw: bool) -> None:
         """Run ``work`` on the caller's stream, after every launch so far."""
+        if raw and (handle := self.settled()) is not None:
+            work(handle)
+            return
         with self._on_device():
             capturing = torch.cuda.is_current_stream_capturing()
             current = self._current(capturing=capturing)
@@ -133,9 +152,20 @@ class CommStream:
             # What was captured is no event outside the graph, and the other way round.
             if last is not None and last[1] == capturing:
                 last[0].wait(current)
-            work()
+            work(current.cuda_stream)
             if not capturing:
-                self._limit.note(RECORDS_PER_CALL, current)
+                self._limit.note(_OWN_RECORDS if raw else RECORDS_PER_CALL, current)
+
+    def settled(self) -> int | None:
+        """Return the raw handle of the caller's stream if it is behind every launch already, else None.
+
+        So it is when it was the last caller's too; in a capture as well, since nothing is recorded.
+        """
+        if self._last is None and torch._C._cuda_getDevice() == self._index:
+            handle: int = torch._C._cuda_getCurrentRawStream(self._index)
+            if handle == self._handle:
+                return handle
+        return None
 
     def finish(self, timeout: float) -> None:
         """Let the host wait for the comm stream and the last caller's; TimeoutError after ``timeout`` seconds."""
@@ -162,7 +192,7 @@ class CommStream:
             if self._caller is not None:
                 self._handover.record(self._caller)
                 self._handover.wait(current)
-            self._caller = current
+            self._caller, self._handle = current, current.cuda_stream
         return current
 
 

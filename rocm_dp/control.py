@@ -40,6 +40,11 @@ class Op(IntEnum):
     PEER_OFFER = 9
     PEER_OPEN = 10
     PEER_CLOSE = 11
+    LANES = 12
+    QUALIFY = 13
+    POISON = 14
+    LINKS = 15
+    GRAPH_PLAN = 16
 
 
 class Control:
@@ -102,6 +107,11 @@ class Control:
         lines = "; ".join(f"rank {rank}: {line}" for rank, line in said.items())
         self._failure = f"a collective failed or timed out in {doing}"
         return RankMismatchError(f"{self._failure}; {lines}", said)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank was lost."""
+        return self._failure is not None
 
     def check_usable(self) -> None:
         """Raise ClosedError after a rank was lost: whoever noticed, nobody on these groups should wait again."""

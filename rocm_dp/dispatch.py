@@ -5,134 +5,153 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, TypeVar
 
+import torch
+
 from rocm_dp import routing
 from rocm_dp.comm_stream import side_stream
-from rocm_dp.errors import CapacityError, ClosedError, ConfigError, TensorError
+from rocm_dp.control import Op
+from rocm_dp.errors import CapacityError, ClosedError, ConfigError, PeerTimeoutError
+from rocm_dp.graphs import GraphPlan
+from rocm_dp.kernels.launch import on_device
+from rocm_dp.memory.channels import Channels, Late
+from rocm_dp.memory.events import wait_for
 from rocm_dp.memory.slots import SlotPool
 from rocm_dp.options import ExchangeStats
 from rocm_dp.pending import Pending
 from rocm_dp.plan import digest64
-from rocm_dp.transports import registry
+from rocm_dp.transports import qualify
 from rocm_dp.transports.collectives import CollectiveFailedError
+from rocm_dp.transports.peer import PeerTransport, Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
+    from rocm_dp.calls import Call, PeerCall
     from rocm_dp.comm_stream import SideStream
-    from rocm_dp.control import Op
     from rocm_dp.groups import Groups
-    from rocm_dp.memory.slots import Slot
     from rocm_dp.options import Options
     from rocm_dp.plan import TokenPlan
-    from rocm_dp.transports.base import Transport
 
 T = TypeVar("T")
 
-_ROUTES_KEPT = 256
 _GRACE_S = 5.0  # what is merely under way when an error passes is done long before
-_POISON = 0xFF  # NaN in every float dtype
 
 
 class Dispatcher:
-    """Owns the slots of one exchange; routes and runs its calls on the side stream of its groups."""
+    """Owns the slots and channels of one exchange; routes and runs its calls on the side stream of its groups.
+
+    ``most``: rows of the global buffer and of one dp rank in it, at most (None: any). ``peer``: makes the launches
+    over peer memory; None where there is none.
+    """
 
     def __init__(
-        self,
-        groups: Groups,
-        options: Options,
-        device: torch.device,
-        max_rows: int | None,
-        max_local_rows: int | None,
+        self, groups: Groups, options: Options, device: torch.device, most: tuple[int | None, int | None]
     ) -> None:
         self._groups, self._options, self._device = groups, options, device
-        self._max_rows, self._max_local_rows = max_rows, max_local_rows
-        self._facts = routing.Facts(replicas=groups.layout.replicas)
+        self._max_rows, self._max_local_rows = most
         self._table = routing.Table((options.transport,)) if options.transport else routing.Table()
-        self._transports = registry.build(groups.layout, groups)
-        self._side = _attach(groups, device, options)
-        self._slots = SlotPool(device, self._side.events)
-        self._routes: dict[TokenPlan, str] = {}
+        self._channels: Channels | None = None
+        self.peer: PeerTransport | None = None
+        with on_device(device):
+            self._facts = _facts(groups, device, self._table, options.peer_memory)
+            if "peer" in self._facts.qualified:
+                self._channels = Channels(groups, device, timeout=options.timeout, kind=options.peer_memory)
+                reserve = None if most[0] is None or most[1] is None else Room(most[0], most[1])
+                self.peer = PeerTransport(groups.layout, self._channels, reserve=reserve)
+        try:
+            self._side = _attach(groups, device, options)
+        except BaseException:
+            if self._channels is not None:
+                self._channels.close(collective=False)
+            raise
+        self.slots = SlotPool(device, self._side.events)
         self._calls: Counter[str] = Counter()
-        self._closed = False
+        self.can_be_quick = self._channels is not None and not (options.confirm_calls or options.poison)
+        self._closed, self._told = "", False
 
     def check_open(self) -> None:
-        """Raise ClosedError after ``close``, after a rank was lost, or when the groups were closed."""
-        if self._closed:
-            raise ClosedError("this TokenExchange is closed")
-        self._groups.check_open()
+        """Raise ClosedError after ``close``, after a rank was lost, or when the groups were closed.
 
-    def check_plan(self, plan: TokenPlan) -> None:
+        Raises PeerTimeoutError, once, when a kernel has waited for a peer in vain.
+        """
+        if self._closed:
+            raise ClosedError(self._closed)
+        self._groups.check_open()
+        if self._channels_late():
+            raise self._timed_out()
+
+    def check_plan(self, plan: TokenPlan | GraphPlan) -> None:
         """Raise ConfigError or CapacityError, the same on every rank, unless ``plan`` can be carried here."""
         self.check_open()
         dp_size = self._groups.layout.dp_size
-        if len(plan.counts) != dp_size:
-            raise ConfigError(f"the plan has counts for {len(plan.counts)} dp ranks, the layout has {dp_size}")
+        if isinstance(plan, GraphPlan):
+            ranks, most = plan.counts.numel(), plan.per_rank_capacity
+            if plan.counts.device != self._device:
+                raise ConfigError(
+                    f"the plan's counts are on {plan.counts.device}, the exchange is on {self._device}"
+                )
+        else:
+            ranks, most = len(plan.counts), max(plan.sizes)
+        if ranks != dp_size:
+            raise ConfigError(f"the plan has counts for {ranks} dp ranks, the layout has {dp_size}")
         if self._max_rows is not None and plan.rows > self._max_rows:
             raise CapacityError(f"the plan needs {plan.rows} rows, max_rows is {self._max_rows}")
-        if self._max_local_rows is not None and max(plan.sizes) > self._max_local_rows:
-            raise CapacityError(f"a dp rank needs {max(plan.sizes)} rows, max_local_rows is {self._max_local_rows}")
+        if self._max_local_rows is not None and most > self._max_local_rows:
+            raise CapacityError(f"a dp rank needs {most} rows, max_local_rows is {self._max_local_rows}")
 
-    def explain(self, plan: TokenPlan) -> tuple[routing.TransportVerdict, ...]:
+    def explain(self, plan: TokenPlan | GraphPlan) -> tuple[routing.TransportVerdict, ...]:
         """Return every transport's verdict on ``plan``."""
         return routing.choose(plan, self._facts, self._table)
 
-    def route(self, plan: TokenPlan) -> tuple[str, Transport]:
+    def route(self, plan: TokenPlan | GraphPlan) -> str:
         """Return the transport for ``plan``; raise TransportRefusedError with every reason when none can."""
-        name = self._routes.get(plan)
-        if name is None:
-            name = routing.chosen_name(self.explain(plan))
-            if len(self._routes) >= _ROUTES_KEPT:
-                self._routes.clear()
-            self._routes[plan] = name
-        return name, self._transports[name]
+        return routing.chosen_name(self.explain(plan))
 
-    def confirm(self, op: Op, verb: str, plan: TokenPlan, batch: int, *, partial: bool = False) -> None:
+    @property
+    def always_peer(self) -> bool:
+        """Whether every plan goes over peer memory."""
+        return self._table.order[0] == "peer" and "peer" in self._facts.qualified
+
+    def confirm(self, op: Op, key: tuple[str, int], plan: TokenPlan | GraphPlan, *, partial: bool = False) -> None:
         """With ``confirm_calls``: raise RankMismatchError on every rank unless all make this very call."""
-        self._slots.check_free(verb, batch)
+        verb, batch = key
+        self.slots.check_free(verb, batch)
         if self._options.confirm_calls:
             fields = {"verb": digest64(verb.encode()), "digest": plan.digest, "batch": batch, "partial": partial}
             self._groups.control.call_equal(op, fields, shown={"verb": verb, "digest": plan})
 
-    def slot(
-        self, verb: str, batch: int, nbytes: int, *, reserve: int | None, inputs: Sequence[torch.Tensor] = ()
-    ) -> Slot:
-        """Return the slot of (verb, batch), poisoned when the options say so.
+    def quick(self, call: PeerCall[T], tensor: torch.Tensor) -> T | None:
+        """Run a call that was made already and whose memory can't move; None, with nothing done, when unsure."""
+        if self._closed or self._groups.control.failed or self._groups.closed or self._channels_late():
+            return None
+        result = call.quick(tensor, self._side)
+        if result is not None:
+            self._calls[call.name] += 1
+        return result
 
-        Raises TensorError when one of ``inputs`` lies in it.
-        """
-        self.check_open()
-        slot = self._slots.take(verb, batch, nbytes, reserve=reserve)
-        if any(slot.holds(tensor) for tensor in inputs):
-            raise TensorError(
-                f"an input of {verb} is a view of the buffer that the call writes (batch {batch}): clone it first"
-            )
-        if self._options.poison:
-            slot.buffer.fill_(_POISON)
-        return slot
+    def run(self, call: Call[T], tensors: Sequence[torch.Tensor]) -> T:
+        """Run ``call`` on the current stream, after every launch so far; return what it fills."""
+        tensors, result = self._begin(call, tensors)
+        raw = call.raw
+        self._guarded(call.name, lambda: self._side.inline(lambda stream: call.run(tensors, stream), raw=raw))
+        return result
 
-    def reserve(self, verb: str, batch: int, nbytes: int) -> None:
-        """Make the slot of (verb, batch) with ``nbytes`` if it isn't there; results in it stay as they are."""
-        self.check_open()
-        self._slots.ensure(verb, batch, nbytes)
-
-    def run(self, call: str, work: Callable[[], None]) -> None:
-        """Run ``work`` on the current stream, after every launch so far."""
-        self.check_open()
-        self._guarded(call, lambda: self._side.inline(work))
-
-    def launch(
-        self, call: str, slot: Slot, work: Callable[[], None], inputs: tuple[torch.Tensor, ...], result: T
-    ) -> Pending[T]:
-        """Run ``work`` on the comm stream; ``inputs`` live until the Pending is waited for."""
-        slot.inputs = inputs
-        self._guarded(call, lambda: self._side.launch(slot, work))
+    def launch(self, call: Call[T], tensors: Sequence[torch.Tensor]) -> Pending[T]:
+        """Run ``call`` on the comm stream; its inputs live until the Pending is waited for."""
+        tensors, result = self._begin(call, tensors)
+        slot, raw = call.slot, call.raw
+        slot.inputs = tuple(tensors)
+        self._guarded(call.name, lambda: self._side.launch(slot, lambda stream: call.run(tensors, stream), raw=raw))
         return Pending(self._side, slot, result)
+
+    def run_group_verb(self, name: str, work: Callable[[], None]) -> None:
+        """Run a collective of one group on the current stream, after every launch so far."""
+        self.check_open()
+        self._guarded(name, lambda: self._side.inline(lambda _: work(), raw=False))
 
     def drain(self) -> None:
         """Order the current stream after every call in flight, and make their Pendings stale."""
-        for slot in self._slots.busy():
+        for slot in self.slots.busy():
             self._side.join(slot)
             slot.inputs = None
             slot.generation += 1
@@ -140,41 +159,72 @@ class Dispatcher:
     def close(self, *, wait: bool) -> None:
         """Give up every buffer and event once the device is done with them; a second call does nothing.
 
-        ``wait`` False: after an error the device may never be done, so wait for moments only. Raises
-        RankMismatchError when it isn't done within ``Options.timeout``.
+        ``wait`` False: after an error the device or the other ranks may never be done, so wait for moments only.
+        Raises RankMismatchError or PeerTimeoutError when a rank is lost.
         """
         if self._closed:
             return
-        self._closed = True
+        self._closed = "this TokenExchange is closed"
         try:
-            self._side.finish(self._options.timeout if wait else min(_GRACE_S, self._options.timeout))
+            # A kernel that has just begun to wait for a peer is done after as long again.
+            self._side.finish(2 * self._options.timeout if wait else min(_GRACE_S, self._options.timeout))
         except TimeoutError as error:
             # The device may yet write the buffers: they live as long as the groups.
             self._groups.attached[self] = self
             if wait:
                 raise self._groups.control.lost("close") from error
             return
+        late = self._timed_out() if wait and self._channels_late() and not self._told else None
         self.drain()
-        self._slots.close()
-        self._side.users -= 1
-        if not self._side.users:
-            del self._groups.attached[self._device]
-            self._side.close()
+        self.slots.close()
+        try:
+            if self._channels is not None:
+                self._channels.close(collective=wait and not self._channels_late())
+        finally:
+            self._side.users -= 1
+            if not self._side.users:
+                del self._groups.attached[self._device]
+                self._side.close()
+        if late is not None:
+            raise late
 
     def stats(self) -> ExchangeStats:
         """Count everything ever made."""
+        peer = self._channels
         return ExchangeStats(
-            slots=len(self._slots),
-            buffers_made=self._slots.buffers_made,
-            buffer_bytes=self._slots.nbytes,
-            growths=self._slots.growths,
+            slots=len(self.slots),
+            buffers_made=self.slots.buffers_made + (peer.buffers_made if peer else 0),
+            buffer_bytes=self.slots.nbytes + (peer.nbytes if peer else 0),
+            growths=self.slots.growths + (peer.growths if peer else 0),
             events_made=self._side.events.made,
             events_held=self._side.events.held,
             streams_made=self._side.streams_made,
             records_in_flight=self._side.in_flight,
-            pendings=len(self._slots.busy()),
+            pendings=len(self.slots.busy()),
             calls=tuple(sorted(self._calls.items())),
         )
+
+    def _channels_late(self) -> bool:
+        return self._channels is not None and self._channels.late
+
+    def _begin(self, call: Call[T], tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], T]:
+        tensors = call.checked(tensors)
+        if not call.fixed:
+            self.slots.check_not_capturing(*call.slot.key)
+        call.slot.begin()
+        if self._options.poison:
+            self._poison(call)
+        return tensors, call.result()
+
+    def _poison(self, call: Call[T]) -> None:
+        if not call.raw:
+            call.poison()
+        elif not self.slots.capturing:
+            # No peer may write before all have poisoned.
+            call.poison()
+            if self._device.type == "cuda":
+                wait_for(torch.cuda.current_stream(self._device), self._options.timeout)
+            self._groups.control.call(Op.POISON, {})
 
     def _guarded(self, call: str, work: Callable[[], None]) -> None:
         try:
@@ -182,6 +232,31 @@ class Dispatcher:
         except (CollectiveFailedError, TimeoutError) as error:
             raise self._groups.control.lost(call) from error
         self._calls[call] += 1
+
+    def _timed_out(self) -> PeerTimeoutError:
+        """Close the groups to further calls; return the error of the first call that waited in vain."""
+        assert self._channels is not None
+        self._told = True
+        late = self._channels.first_late() or Late(("a call", 0), 0, ())
+        (verb, batch), epoch, missing = late
+        lost = self._groups.control.lost(f"{verb} of batch {batch}")
+        ranks = ", ".join(map(str, missing)) or "some rank"
+        call = f"{verb} of batch {batch} (epoch {epoch})"
+        text = f"{call}: no sign of rank {ranks} in {self._options.timeout:g} s; {lost}"
+        return PeerTimeoutError(text, verb=verb, batch=batch, epoch=epoch, missing=missing)
+
+
+def _facts(groups: Groups, device: torch.device, table: routing.Table, kind: str) -> routing.Facts:
+    """Return what the ranks agree on; the self-test runs once for each device and kind of memory of the groups."""
+    replicas = groups.layout.replicas
+    if "peer" not in table.order:
+        return routing.Facts(replicas)
+    if (device, kind) not in groups.qualified:
+        groups.qualified[device, kind] = qualify.refusal(groups, device, kind=kind)
+    reason = groups.qualified[device, kind]
+    if reason:
+        return routing.Facts(replicas, unqualified=(("peer", reason),))
+    return routing.Facts(replicas, qualified=("peer",))
 
 
 def _stream_options(options: Options) -> dict[str, float]:

@@ -11,6 +11,7 @@
     ├── RankFailedError (RuntimeError)  a rank's process died without an answer
     ├── TransportRefusedError (RuntimeError)  no transport, or not the forced one, can carry this call
     ├── PeerRefusedError (RuntimeError)  memory can't be shared between these ranks
+    ├── PeerTimeoutError (RuntimeError)  ranks did not come to a call over peer memory in time
     ├── SlotBusyError (RuntimeError)    a (verb, batch) was used again before its Pending was waited for
     ├── StaleViewError (RuntimeError)   a Pending was waited for after its buffer had been used again
     ├── EventPoolExhausted (RuntimeError)  more events asked for than the pool may hold
@@ -73,6 +74,19 @@ class TransportRefusedError(RocmDpError, RuntimeError):
 
 class PeerRefusedError(RocmDpError, RuntimeError):
     """Memory can't be shared between these ranks; the message says why, for each of them."""
+
+
+class PeerTimeoutError(RocmDpError, RuntimeError):
+    """Ranks did not come to a call over peer memory in time; its result is not to be used, the exchange closes.
+
+    ``verb`` and ``batch`` of the first such call, the ``epoch`` of its channel, the ``missing`` ranks.
+    """
+
+    def __init__(
+        self, message: str, *, verb: str = "", batch: int = 0, epoch: int = 0, missing: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message)
+        self.verb, self.batch, self.epoch, self.missing = verb, batch, epoch, missing
 
 
 class SlotBusyError(RocmDpError, RuntimeError):

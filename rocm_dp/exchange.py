@@ -2,48 +2,57 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rocm_dp.calls import PeerCall
 from rocm_dp.checks import check_summed, checked_rows
 from rocm_dp.control import Op
 from rocm_dp.dispatch import Dispatcher
 from rocm_dp.errors import ConfigError
+from rocm_dp.graphs import GraphPlan
 from rocm_dp.group_verbs import GroupVerbs
+from rocm_dp.making import CallMaker, Shape
 from rocm_dp.messages import MessageLayout
 from rocm_dp.options import ExchangeStats, Options
-from rocm_dp.plan import TokenPlan, digest64
+from rocm_dp.plan import digest64
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
+    from rocm_dp.calls import Call
     from rocm_dp.groups import Groups
     from rocm_dp.layout import RankLayout
-    from rocm_dp.memory.slots import Slot
     from rocm_dp.pending import Pending
+    from rocm_dp.plan import TokenPlan
     from rocm_dp.routing import TransportVerdict
 
 T = TypeVar("T")
+_CALLS_KEPT = 256  # a step's plan is new, and serves every layer
 
 
 class TokenExchange(GroupVerbs):
     """Gathers the rows of all ranks and combines expert outputs back to their owners.
 
-    A context manager that owns its comm stream, slots and events, and borrows ``groups``. Constructing it is
-    collective: everything but the layout's rank must be equal on all ranks, or RankMismatchError is raised on
+    A context manager that owns its comm stream, slots, events and peer memory, and borrows ``groups``. Constructing
+    it is collective: everything but the layout's rank must be equal on all ranks, or RankMismatchError is raised on
     all. ``hidden`` H and ``dtype`` of the rows; ``device`` of all tensors; ``max_rows``: the most rows a global
     buffer will have, ``max_local_rows``: the most that one dp rank will have in it (None: max_rows). With
     ``max_rows`` each buffer is allocated exactly once; without, buffers grow, but never while a graph is
     captured.
 
-    Every rank of a dp rank passes the same rows. Inputs are never written. A result is valid until the next
-    call on the same (verb, batch); every row of it is written, padding rows with zeros. Wrong tensors raise
-    TensorError (DtypeError for a sum of fp8 or integers), plans that don't fit ConfigError or CapacityError,
-    all before any communication. A rank that is lost raises RankMismatchError within the groups' timeout on CPU
+    On one node peer memory carries the calls if it passes a self-test here, once for each ``groups``; ``explain``
+    says so, or why not. Its memory is made and grown by all ranks at once.
+
+    Every rank of a dp rank passes the same rows. Inputs are never written. A result is valid until the next call
+    on the same (verb, batch); every row of it is written, padding rows with zeros. Wrong tensors raise
+    TensorError (DtypeError for a sum of fp8 or integers), plans that don't fit ConfigError or CapacityError, all
+    before any communication. A rank that is lost raises RankMismatchError within the groups' timeout on CPU
     ranks; on GPUs the host learns of it when it waits for the device (``close``, or ``Options.max_in_flight``).
+    Over peer memory a kernel gives up after ``Options.timeout``, its result reads NaN where rows did not come,
+    and the next call or ``close`` raises PeerTimeoutError.
 
     Exchanges on the same groups share one comm stream, so their calls must come in one order on every rank.
     """
@@ -84,87 +93,112 @@ class TokenExchange(GroupVerbs):
             },
             shown={"dtype": dtype, "options": options, "device": self.device.type},
         )
-        self._dispatch = Dispatcher(groups, options, self.device, max_rows, self.max_local_rows)
-        self._messages: dict[tuple[tuple[int, torch.dtype], ...], MessageLayout] = {}
-        self._row_bytes = hidden * dtype.itemsize
         # Forced, all_reduce sums in a copy of the global buffer; the others never need more than a dp rank's rows.
-        self._combine_rows = max_rows if options.transport == "all_reduce" else self.max_local_rows
+        combine_rows = max_rows if options.transport == "all_reduce" else self.max_local_rows
+        shape = Shape(hidden, dtype, self.device, max_rows, self.max_local_rows, combine_rows)
+        self._dispatch = Dispatcher(groups, options, self.device, (max_rows, self.max_local_rows))
+        self._maker = CallMaker(layout, groups, shape, self._dispatch.slots, self._dispatch.peer)
+        self._calls: dict[tuple[object, ...], Call[Any]] = {}
+        # Those of them that can be launched again without a second look at anything but the tensor.
+        self._quick: dict[tuple[object, ...], PeerCall[torch.Tensor]] = {}
+        self._messages: dict[tuple[tuple[int, torch.dtype], ...], MessageLayout] = {}
 
     def gather(
-        self, local: torch.Tensor, plan: TokenPlan, *, partial: bool = False, batch: int = 0
+        self, local: torch.Tensor, plan: TokenPlan | GraphPlan, *, partial: bool = False, batch: int = 0
     ) -> torch.Tensor:
         """Gather ``local`` [L, H] of every dp rank into the global buffer [G, H], on the current stream.
 
         ``partial``: the ranks of an attention-tp group hold addends of the rows, not copies of them.
         """
-        call = self._gather_call(local, plan, partial=partial, batch=batch)
-        self._run(call.name, call.work)
-        return call.result
+        quick = self._quick.get(("gather", plan, batch, partial))
+        if quick is not None and (result := self._dispatch.quick(quick, local)) is not None:
+            return result
+        return self._dispatch.run(self._gather(local, plan, batch, partial=partial), (local,))
 
     def gather_async(
-        self, local: torch.Tensor, plan: TokenPlan, *, partial: bool = False, batch: int = 0
+        self, local: torch.Tensor, plan: TokenPlan | GraphPlan, *, partial: bool = False, batch: int = 0
     ) -> Pending[torch.Tensor]:
         """Like ``gather``, on the comm stream. Raises SlotBusyError while (gather, batch) is in flight."""
-        call = self._gather_call(local, plan, partial=partial, batch=batch)
-        return self._dispatch.launch(call.name, call.slot, call.work, (local,), call.result)
+        return self._dispatch.launch(self._gather(local, plan, batch, partial=partial), (local,))
 
-    def combine(self, partial: torch.Tensor, plan: TokenPlan, *, batch: int = 0) -> torch.Tensor:
+    def combine(self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
         """Sum ``partial`` [G, H] over all ranks; return this dp rank's rows [L, H], on the current stream."""
-        call = self._combine_call(partial, plan, batch=batch)
-        self._run(call.name, call.work)
-        return call.result
+        quick = self._quick.get(("combine", plan, batch))
+        if quick is not None and (result := self._dispatch.quick(quick, partial)) is not None:
+            return result
+        return self._dispatch.run(self._combine(partial, plan, batch), (partial,))
 
-    def combine_async(self, partial: torch.Tensor, plan: TokenPlan, *, batch: int = 0) -> Pending[torch.Tensor]:
+    def combine_async(
+        self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0
+    ) -> Pending[torch.Tensor]:
         """Like ``combine``, on the comm stream. Raises SlotBusyError while (combine, batch) is in flight."""
-        call = self._combine_call(partial, plan, batch=batch)
-        return self._dispatch.launch(call.name, call.slot, call.work, (partial,), call.result)
+        return self._dispatch.launch(self._combine(partial, plan, batch), (partial,))
 
     def gather_many(
-        self, tensors: Sequence[torch.Tensor], plan: TokenPlan, *, batch: int = 0
+        self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> list[torch.Tensor]:
         """Gather tensors [L, any width] of any dtypes in one message, e.g. hidden, ids, weights, scales.
 
         Returns a contiguous [G, width] tensor for each. The first call with new widths and dtypes is confirmed
         with all ranks, and has buffers of its own.
         """
-        call = self._many_call(tensors, plan, batch=batch)
-        self._run(call.name, call.work)
-        return call.result
+        return self._dispatch.run(self._many(tensors, plan, batch), tensors)
 
     def gather_many_async(
-        self, tensors: Sequence[torch.Tensor], plan: TokenPlan, *, batch: int = 0
+        self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> Pending[list[torch.Tensor]]:
         """Like ``gather_many``, on the comm stream. Raises SlotBusyError while the same message is in flight."""
-        call = self._many_call(tensors, plan, batch=batch)
-        return self._dispatch.launch(call.name, call.slot, call.work, tuple(tensors), call.result)
+        return self._dispatch.launch(self._many(tensors, plan, batch), tensors)
 
     def scatter(self, full: torch.Tensor, plan: TokenPlan) -> torch.Tensor:
         """Return this dp rank's rows of ``full`` [G, any width] as a view [L, width]; no communication."""
         self._dispatch.check_plan(plan)
+        if isinstance(plan, GraphPlan):
+            raise ConfigError("scatter needs counts on the host, got a GraphPlan")
         full = checked_rows("full", full, plan.rows, device=self.device)
         start = plan.starts[self.layout.dp_rank]
         return full[start : start + plan.counts[self.layout.dp_rank]]
 
-    def reserve(self, *, batches: int = 1, many: Sequence[tuple[int, torch.dtype]] = ()) -> None:
-        """Allocate now all that ``batches`` batches will need; collective when ``many`` is given.
+    def graph_plan(self, *, capacity: int, per_rank_capacity: int) -> GraphPlan:
+        """Return a plan whose counts live on the device, for graphs that serve all counts within a capacity.
 
-        ``many``: the (width, dtype) of each tensor that gather_many will take. Raises ConfigError without
-        ``max_rows``, whose sizes these are.
+        Collective. ``capacity``: rows of the global buffer, ``per_rank_capacity``: rows of a local one.
+        Raises ConfigError or CapacityError when they don't fit this exchange, TransportRefusedError when no
+        transport here reads counts on the device.
+        """
+        dp_size, capacities = self.layout.dp_size, {"capacity": capacity, "per_rank_capacity": per_rank_capacity}
+        # Judged first by one that needs no device.
+        self._dispatch.route(GraphPlan(dp_size, **capacities, device=torch.device("cpu")))
+        self.groups.control.call_equal(Op.GRAPH_PLAN, capacities)
+        plan = GraphPlan(dp_size, **capacities, device=self.device)
+        self._dispatch.check_plan(plan)
+        return plan
+
+    def reserve(
+        self,
+        *,
+        batches: int = 1,
+        many: Sequence[tuple[int, torch.dtype]] = (),
+        plans: Sequence[GraphPlan] = (),
+    ) -> None:
+        """Allocate and compile now all that ``batches`` batches will need; collective.
+
+        ``many``: the (width, dtype) of each tensor that gather_many will take; ``plans``: what will be captured.
+        Raises ConfigError without ``max_rows``, whose sizes these are.
         """
         if self.max_rows is None or self.max_local_rows is None:
             raise ConfigError("reserve() needs max_rows at construction, got None")
         if type(batches) is not int or batches < 1:
             raise ConfigError(f"batches must be an int of at least 1, got {batches!r}")
+        self._dispatch.check_open()
         message = self._message(many) if many else None
-        combine_rows = self.max_local_rows if self._combine_rows is None else self._combine_rows
         for batch in range(batches):
-            self._dispatch.reserve("gather", batch, self.max_rows * self._row_bytes)
-            self._dispatch.reserve("combine", batch, combine_rows * self._row_bytes)
-            if message:
-                nbytes = message.nbytes(self.max_local_rows, self.max_rows)
-                self._dispatch.reserve(_many(message), batch, nbytes)
+            if not self._dispatch.always_peer:
+                self._maker.reserve_groups(message, batch)
+            if self._dispatch.peer is not None:
+                self._maker.reserve_peer(message, batch, plans)
 
-    def explain(self, plan: TokenPlan) -> list[TransportVerdict]:
+    def explain(self, plan: TokenPlan | GraphPlan) -> list[TransportVerdict]:
         """Return, for each transport, whether it would carry this plan, and why or why not."""
         self._dispatch.check_plan(plan)
         return list(self._dispatch.explain(plan))
@@ -181,10 +215,12 @@ class TokenExchange(GroupVerbs):
         self._dispatch.drain()
 
     def close(self) -> None:
-        """Give up every buffer and event once the device is done with them; local; a second call does nothing.
+        """Give up every buffer and event once the device is done with them; a second call does nothing.
 
-        Raises RankMismatchError when it isn't done within ``Options.timeout``: a rank is lost.
+        Collective where peer memory was used: nobody's memory goes while another rank maps it. Raises
+        RankMismatchError or PeerTimeoutError when it isn't done within ``Options.timeout``: a rank is lost.
         """
+        self._forget()
         self._dispatch.close(wait=True)
 
     def __enter__(self) -> TokenExchange:
@@ -193,71 +229,75 @@ class TokenExchange(GroupVerbs):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._forget()
         # After an error the others may never come: don't wait for them, and let the error through.
         self._dispatch.close(wait=kind is None)
 
-    def _gather_call(
-        self, local: torch.Tensor, plan: TokenPlan, *, partial: bool, batch: int
-    ) -> _Call[torch.Tensor]:
+    def _gather(
+        self, local: torch.Tensor, plan: TokenPlan | GraphPlan, batch: int, *, partial: bool
+    ) -> Call[torch.Tensor]:
+        def admit() -> None:
+            self._maker.wanted_local(plan).check(local)
+            if partial:
+                check_summed("gather(partial=True)", self.dtype)
+
+        def make(name: str) -> Call[torch.Tensor]:
+            return self._maker.gather(name, plan, batch, partial=partial)
+
+        return self._call(("gather", plan, batch, partial), (Op.GATHER, "gather", partial), admit, make)
+
+    def _combine(self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, batch: int) -> Call[torch.Tensor]:
+        def admit() -> None:
+            check_summed("combine", self.dtype)
+            self._maker.wanted_partial(plan).check(partial)
+
+        def make(name: str) -> Call[torch.Tensor]:
+            return self._maker.combine(name, plan, batch)
+
+        return self._call(("combine", plan, batch), (Op.COMBINE, "combine", False), admit, make)
+
+    def _many(
+        self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, batch: int
+    ) -> Call[list[torch.Tensor]]:
         self._dispatch.check_plan(plan)
-        count = plan.counts[self.layout.dp_rank]
-        local = checked_rows("local", local, count, width=self.hidden, dtype=self.dtype, device=self.device)
-        if partial:
-            check_summed("gather(partial=True)", self.dtype)
-        name, transport = self._dispatch.route(plan)
-        self._dispatch.confirm(Op.GATHER, "gather", plan, batch, partial=partial)
-        slot = self._slot("gather", batch, plan.rows, self.max_rows, local)
-        out = slot.view(plan.rows, self.hidden, self.dtype)
-        return _Call(f"{name}.gather", slot, lambda: transport.gather(out, local, plan, partial=partial), out)
+        for index, tensor in enumerate(tensors):
+            checked_rows(f"tensors[{index}]", tensor, self._maker.local_rows(plan), device=self.device)
+        message = self._message([(tensor.shape[1], tensor.dtype) for tensor in tensors])
 
-    def _combine_call(self, partial: torch.Tensor, plan: TokenPlan, *, batch: int) -> _Call[torch.Tensor]:
+        def make(name: str) -> Call[list[torch.Tensor]]:
+            return self._maker.many(name, message, plan, batch)
+
+        return self._call((message, plan, batch), (Op.GATHER_MANY, message.verb, False), lambda: None, make)
+
+    def _call(
+        self,
+        key: tuple[Any, ...],
+        what: tuple[Op, str, bool],
+        admit: Callable[[], None],
+        make: Callable[[str], Call[T]],
+    ) -> Call[T]:
+        """Return the call that is kept under ``key``, or make it; ``admit`` raises when its tensors don't fit."""
+        self._dispatch.check_open()
+        call = self._calls.get(key)
+        if call is not None and not call.stale and not self.options.confirm_calls:
+            return call
+        plan, batch = key[1], key[2]
+        op, verb, partial = what
         self._dispatch.check_plan(plan)
-        check_summed("combine", self.dtype)
-        partial = checked_rows(
-            "partial", partial, plan.rows, width=self.hidden, dtype=self.dtype, device=self.device
-        )
-        name, transport = self._dispatch.route(plan)
-        self._dispatch.confirm(Op.COMBINE, "combine", plan, batch)
-        rows, first = transport.combine_rows(plan)
-        slot = self._slot("combine", batch, rows, self._combine_rows, partial)
-        out = slot.view(rows, self.hidden, self.dtype)
-        own = out[first : first + plan.counts[self.layout.dp_rank]]
-        return _Call(f"{name}.combine", slot, lambda: transport.combine(out, partial, plan), own)
+        admit()
+        name = self._dispatch.route(plan)
+        self._dispatch.confirm(op, (verb, batch), plan, partial=partial)
+        if call is None or call.stale:
+            if len(self._calls) >= _CALLS_KEPT:
+                self._forget()
+            call = self._calls[key] = make(name)
+            if self._dispatch.can_be_quick and isinstance(call, PeerCall) and call.fixed:
+                self._quick[key] = call
+        return call
 
-    def _many_call(
-        self, tensors: Sequence[torch.Tensor], plan: TokenPlan, *, batch: int
-    ) -> _Call[list[torch.Tensor]]:
-        self._dispatch.check_plan(plan)
-        count = plan.counts[self.layout.dp_rank]
-        checked = [
-            checked_rows(f"tensors[{index}]", tensor, count, device=self.device)
-            for index, tensor in enumerate(tensors)
-        ]
-        message = self._message([(tensor.shape[1], tensor.dtype) for tensor in checked])
-        name, transport = self._dispatch.route(plan)
-        self._dispatch.confirm(Op.GATHER_MANY, _many(message), plan, batch)
-        slot = self._message_slot(message, batch, count, plan.rows, *checked)
-        packed, arrived, outs = message.carve(slot.buffer, count, plan.rows)
-
-        def work() -> None:
-            message.pack(packed, checked)
-            transport.gather(arrived, packed, plan, partial=False)
-            message.unpack(outs, arrived)
-
-        return _Call(f"{name}.gather_many", slot, work, outs)
-
-    def _slot(self, verb: str, batch: int, rows: int, most: int | None, *inputs: torch.Tensor) -> Slot:
-        reserve = None if most is None else most * self._row_bytes
-        return self._dispatch.slot(verb, batch, rows * self._row_bytes, reserve=reserve, inputs=inputs)
-
-    def _message_slot(
-        self, message: MessageLayout, batch: int, local_rows: int, rows: int, *inputs: torch.Tensor
-    ) -> Slot:
-        reserve = None
-        if self.max_rows is not None and self.max_local_rows is not None:
-            reserve = message.nbytes(self.max_local_rows, self.max_rows)
-        nbytes = message.nbytes(local_rows, rows)
-        return self._dispatch.slot(_many(message), batch, nbytes, reserve=reserve, inputs=inputs)
+    def _forget(self) -> None:
+        self._calls.clear()
+        self._quick.clear()
 
     def _message(self, fields: Sequence[tuple[int, torch.dtype]]) -> MessageLayout:
         """Return the layout for ``fields``; a new one is confirmed with all ranks once."""
@@ -270,21 +310,7 @@ class TokenExchange(GroupVerbs):
         return self._messages[key]
 
     def _run(self, verb: str, work: Callable[[], None]) -> None:
-        self._dispatch.run(verb, work)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call(Generic[T]):
-    """A call that passed the door: what it is counted as, its slot, its work, and the view that it will fill."""
-
-    name: str
-    slot: Slot
-    work: Callable[[], None]
-    result: T
-
-
-def _many(message: MessageLayout) -> str:
-    return f"gather_many({message.name})"
+        self._dispatch.run_group_verb(verb, work)
 
 
 def _with_index(device: torch.device) -> torch.device:

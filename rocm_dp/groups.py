@@ -24,10 +24,10 @@ DEFAULT_TIMEOUT = timedelta(seconds=300)
 class Groups:
     """The process groups of this rank, as a context manager.
 
-    ``world`` all ranks; ``tp`` those that share this rank's dp and cp rank; ``cp`` those that share its dp and
-    tp rank; ``moe_dp`` those that exchange tokens before the MoE; ``cpu`` a gloo group over the world, and
-    ``control`` the control plane on it. Make one with ``create`` (owned, destroyed by ``close``) or ``borrow``
-    (never destroyed here). Groups of the same ranks are one and the same.
+    ``world`` all ranks; ``tp`` those that share this rank's dp and cp rank; ``cp`` those that share its dp and tp
+    rank; ``moe_dp`` those that exchange tokens before the MoE; ``cpu`` a gloo group over the world, and
+    ``control`` the control plane on it; ``closed`` once ``close`` was called. Make one with ``create`` (owned,
+    destroyed by ``close``) or ``borrow`` (never destroyed here). Groups of the same ranks are one and the same.
     """
 
     world: dist.ProcessGroup
@@ -49,6 +49,8 @@ class Groups:
         self.control = control
         # The side streams of exchanges on these groups, by device, and what a lost rank may yet write.
         self.attached: dict[object, Any] = {}
+        # Why peer memory of a device and kind can't be trusted here ("": it can), as its self-test found once.
+        self.qualified: dict[tuple[object, str], str] = {}
         world = dist.get_process_group_ranks(groups["world"])
         if len(world) != layout.world_size:
             raise ConfigError(f"the world group must hold {layout.world_size} ranks, got {len(world)}")
@@ -58,7 +60,7 @@ class Groups:
                 raise ConfigError(f"the {name} group must hold ranks {wanted} in this order, got {got}")
             setattr(self, name, groups[name])
         self._owned = list({id(group): group for group in groups.values()}.values()) if owned else []
-        self._closed = False
+        self.closed = False
 
     @classmethod
     def create(
@@ -120,13 +122,13 @@ class Groups:
 
     def close(self) -> None:
         """Destroy the groups made by ``create``; a second call does nothing."""
-        self._closed = True
+        self.closed = True
         owned, self._owned = self._owned, []
         _destroy(owned)
 
     def check_open(self) -> None:
         """Raise ClosedError after ``close``, and after a rank was lost."""
-        if self._closed:
+        if self.closed:
             raise ClosedError("these Groups are closed")
         self.control.check_usable()
 

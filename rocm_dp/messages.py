@@ -37,6 +37,11 @@ class MessageLayout:
         self.row_bytes = offset
         self.name = "+".join(f"{width}x{str(dtype).removeprefix('torch.')}" for width, dtype in self.fields)
 
+    @property
+    def verb(self) -> str:
+        """What the slots of these messages are called."""
+        return f"gather_many({self.name})"
+
     def nbytes(self, local_rows: int, rows: int) -> int:
         """Return the room that a message of ``local_rows`` to ``rows`` takes, unpacked tensors included."""
         outs = sum(_rounded(rows * width * dtype.itemsize) for width, dtype in self.fields)

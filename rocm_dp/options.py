@@ -9,6 +9,7 @@ from rocm_dp.errors import ConfigError
 # Ready and done, the hand-over between callers' streams, and those that torch.distributed makes of its own: one for
 # each collective, of which a call has three at most.
 RECORDS_PER_CALL = 6
+PEER_MEMORY = ("ipc", "symmetric")
 MIN_IN_FLIGHT = 9 * (RECORDS_PER_CALL + 1)
 
 
@@ -16,19 +17,21 @@ MIN_IN_FLIGHT = 9 * (RECORDS_PER_CALL + 1)
 class Options:
     """Options of a TokenExchange; equal on all ranks.
 
-    ``transport``: use this one and no other (None: the first in the table that can). ``max_events``: cap of the
+    ``transport``: use this one and no other (None: the first in the table that can). ``peer_memory``: how ranks
+    on GPUs share memory, "ipc" (handles of HIP or CUDA) or "symmetric" (torch's). ``max_events``: cap of the
     event pool. ``max_in_flight``: how many event records the host may run ahead of the device, those of
-    torch.distributed counted in. ``timeout``: seconds that the host waits for the device before it takes a rank
-    for lost. These three are those of the comm stream, so exchanges on the same groups must have them alike.
-    ``confirm_calls``: before each gather, gather_many and combine compare verb, batch and plan over the control
-    plane, so that ranks that diverge get a named error in place of a hang (a round trip on the CPU for each call:
-    for tests and validation). ``poison``: fill each returned buffer with 0xFF (NaN in every float dtype) before it
-    is written.
+    torch.distributed counted in. ``timeout``: seconds that the host waits for the device, and a kernel for its
+    peers, before a rank is taken for lost. These three are those of the comm stream, so exchanges on the same
+    groups must have them alike. ``confirm_calls``: before each gather, gather_many and combine compare verb,
+    batch and plan over the control plane, so that ranks that diverge get a named error in place of a hang (a
+    round trip on the CPU for each call: for tests and validation). ``poison``: fill each returned buffer with
+    0xFF (NaN in every float dtype) before it is written.
 
     Raises ConfigError for values out of range.
     """
 
     transport: str | None = None
+    peer_memory: str = "ipc"
     max_events: int = 256
     max_in_flight: int = 1024
     timeout: float = 300.0
@@ -36,6 +39,8 @@ class Options:
     poison: bool = False
 
     def __post_init__(self) -> None:
+        if self.peer_memory not in PEER_MEMORY:
+            raise ConfigError(f"peer_memory must be one of {PEER_MEMORY}, got {self.peer_memory!r}")
         if not 1 <= self.max_events < 4096:
             raise ConfigError(f"max_events must lie in [1, 4096), got {self.max_events}")
         if not MIN_IN_FLIGHT <= self.max_in_flight < 4096:

@@ -115,6 +115,7 @@ class TokenPlan:
     sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     rows: int = field(init=False, repr=False, compare=False)
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         counts = checked_counts(self.counts)
@@ -134,8 +135,13 @@ class TokenPlan:
             ("sizes", sizes),
             ("starts", (0, *accumulate(sizes[:-1]))),
             ("rows", sum(sizes)),
+            # Of ints alone: a plan may be sent to another process.
+            ("_hash", hash((counts, self.padding.value, self.phase.value, self.align))),
         ):
             object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def total(self) -> int:

@@ -1,7 +1,8 @@
-"""What machine this is, as far as the kernel tells."""
+"""What machine this is, as far as the kernel and the environment tell."""
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,6 +10,11 @@ from rocm_dp.plan import digest64
 
 # Processes must share these to reach each other's memory: handles are resolved through them.
 _NAMESPACES = ("ipc", "pid")
+# What changes how collectives, the runtime or the kernels behave.
+_TELLING = (
+    *("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "HSA_", "HIP_", "ROCR_", "GPU_", "AMD_", "CUDA_"),
+    *("PYTORCH_", "TRITON_", "OMP_NUM_THREADS", "ROCM_DP_"),
+)
 
 
 def host_id(proc: Path = Path("/proc")) -> int:
@@ -24,3 +30,8 @@ def host_id(proc: Path = Path("/proc")) -> int:
         with suppress(OSError):
             facts.append(str((proc / "self/ns" / name).readlink()))
     return digest64("\n".join(facts).encode())
+
+
+def environment() -> dict[str, str]:
+    """Return the environment variables that may explain a figure, in order of their names."""
+    return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TELLING)}

@@ -6,26 +6,35 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_dp.errors import ConfigError, TransportRefusedError
+from rocm_dp.plan import TokenPlan
 
 if TYPE_CHECKING:
-    from rocm_dp.plan import TokenPlan
+    from rocm_dp.graphs import GraphPlan
 
-NAMES = ("all_gather", "all_gather_v", "all_reduce")
+NAMES = ("peer", "all_gather", "all_gather_v", "all_reduce")
+NEED_PROOF = ("peer",)  # trusted only after they passed a self-test on this very machine
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the ranks agreed on at start-up. ``replicas``: ranks that share the rows of one dp rank."""
+    """What the ranks agreed on at start-up.
+
+    ``replicas``: ranks that share the rows of one dp rank. ``qualified``: the transports that passed their
+    self-test on this machine; ``unqualified``: those that did not, with the reason.
+    """
 
     replicas: int = 1
+    qualified: tuple[str, ...] = ()
+    unqualified: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
     """Transports in order of preference; the first that does not refuse is chosen.
 
-    The built-in order: equal sizes take the equal-size collective; otherwise only the real rows are moved, and
-    an all-reduce, which moves every row of the buffer twice, comes last.
+    The built-in order: kernels over peer memory where they passed their self-test. Otherwise equal sizes take the
+    equal-size collective; failing that only the real rows are moved, and an all-reduce, which moves every row of
+    the buffer twice, comes last.
     """
 
     order: tuple[str, ...] = NAMES
@@ -45,8 +54,14 @@ class TransportVerdict:
     reason: str
 
 
-def refusal(name: str, plan: TokenPlan, facts: Facts) -> str | None:
+def refusal(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> str | None:
     """Return why transport ``name`` can't carry this plan, or None when it can."""
+    if name in NEED_PROOF:
+        if name in facts.qualified:
+            return None
+        return dict(facts.unqualified).get(name, "has not passed its self-test here")
+    if not isinstance(plan, TokenPlan):
+        return "needs counts on the host"
     if name == "all_gather":
         if len(set(plan.sizes)) > 1:
             return f"needs equal sizes, the dp ranks have {plan.sizes}"
@@ -55,7 +70,7 @@ def refusal(name: str, plan: TokenPlan, facts: Facts) -> str | None:
     return None
 
 
-def choose(plan: TokenPlan, facts: Facts, table: Table) -> tuple[TransportVerdict, ...]:
+def choose(plan: TokenPlan | GraphPlan, facts: Facts, table: Table) -> tuple[TransportVerdict, ...]:
     """Judge every transport of ``table`` for this plan, in order of preference; at most one is chosen."""
     verdicts: list[TransportVerdict] = []
     chosen: str | None = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,6 +17,24 @@ if TYPE_CHECKING:
 # How long an example takes says nothing on a machine that also runs eight ranks.
 settings.register_profile("rocm_dp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("rocm_dp")
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Callable[[int], RankPool]]:
+    """Like ``ranks``; Triton interprets its kernels in them, so that peer memory is at hand."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world: int) -> RankPool:
+        if world in pools and pools[world].broken:
+            pools.pop(world).close()
+        if world not in pools:
+            with patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+                pools[world] = RankPool(world, backend="gloo", timeout=200.0)
+        return pools[world]
+
+    yield pool
+    for made in pools.values():
+        made.close()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from lifetime_cases import MOST, flat, reserved
 
 from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan, reference
 from rocm_dp.comm_stream import CommStream
+from rocm_dp.control import Op
 from rocm_dp.errors import CapacityError
 from rocm_dp.testing import rank_device
 
@@ -148,6 +149,9 @@ def captured(rank: int, grid: Grid, transport: str, replays: int) -> int:
             whole.copy_(wholes[rank])
             for out in (combined, on_comm, gathered):
                 out.fill_(float("nan"))
+            # Over peer memory another rank's replay may fill them.
+            torch.cuda.synchronize()
+            exchange.groups.control.call(Op.CONFIRM, {})
             graph.replay()
             want = reference.gather(locals_, plan)
             assert reference.same_bits(gathered.cpu(), want), "gather in a graph differs"

@@ -1,207 +1,294 @@
-"""What ranks do with the peer kernels: a channel each for gather and combine, over mapped memory of any device."""
+"""What ranks do with the peer transport, on memory of CPU ranks (interpreted) or of GPUs, several ranks on each."""
 
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
-import triton.language as tl
-from rocm_dp.kernels import peer_triton
+from exchange_cases import Grid, any_bits, numbers
+from rocm_dp.kernels import peer as kernels
 
-from rocm_dp import Groups, PaddingMode, RankLayout, TokenPlan, reference
+from rocm_dp import Groups, PaddingMode, TokenPlan, reference
 from rocm_dp.control import Op
-from rocm_dp.memory.peer import PeerBuffer
-from rocm_dp.testing import rank_device
+from rocm_dp.graphs import GraphPlan
+from rocm_dp.memory.channels import Channels
+from rocm_dp.plan import split_rows
+from rocm_dp.transports.peer import PeerTransport, Room, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rocm_dp.memory.channels import Late
+    from rocm_dp.transports.peer import Launch
+    from rocm_dp.transports.peer_calls import GatherLaunch
 
 CAPACITY = 24
-BLOCKS = 3
-SPINS = 50_000_000  # looks until a peer is given up; far more than any test waits
+LONG = 100.0  # seconds; far more than any test waits
+FIELDS = ((12, torch.float32), (3, torch.bfloat16), (5, torch.float8_e4m3fn), (1, torch.int64))
 
 
 @dataclass(frozen=True)
-class Form:
-    """Rows of ``width`` elements of ``dtype``, moved in ``vec`` units of ``unit`` at once."""
+class Peers:
+    """A transport and where it works."""
 
-    width: int
-    dtype: torch.dtype
-    unit: torch.dtype
-    vec: int
+    grid: Grid
+    rank: int
+    groups: Groups
+    channels: Channels
+    transport: PeerTransport
+    device: torch.device
 
-    @property
-    def row_bytes(self) -> int:
-        return self.width * self.dtype.itemsize
+    def launch(self, call: Launch, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        """Run a launch on the current stream and return what it filled."""
+        results = call.results[call.next_slot]
+        stream = torch.cuda.current_stream(self.device).cuda_stream if self.device.type == "cuda" else 0
+        call([tensor.data_ptr() for tensor in tensors], stream)
+        return results
 
-
-FORMS = (
-    Form(12, torch.float32, torch.int32, 4),
-    Form(3, torch.bfloat16, torch.int16, 1),
-    Form(5, torch.float8_e4m3fn, torch.int8, 1),
-)
-
-
-class Channel:
-    """Peer memory and state for one verb."""
-
-    def __init__(self, groups: Groups, device: torch.device, slot_bytes: int) -> None:
-        self.layout, self.device, self.slot_bytes = groups.layout, device, slot_bytes
-        self.rows = PeerBuffer(2 * slot_bytes, groups=groups, device=device)
-        self.pads = PeerBuffer(BLOCKS * groups.layout.world_size * 8, groups=groups, device=device, uncached=True)
-        self.state = torch.zeros(4, dtype=torch.int64, device=device)
-
-    def gather(
-        self, local: torch.Tensor, counts: torch.Tensor, form: Form, *, spins: int = SPINS, slots: int = 2
-    ) -> torch.Tensor:
-        """Launch a gather and return the slot that it fills, [CAPACITY, width]."""
-        peer_triton.gather_rows[(BLOCKS,)](
-            local.view(-1).view(form.unit),
-            self.rows.addresses,
-            self.pads.addresses,
-            counts,
-            self.state,
-            self.layout.rank,
-            form.row_bytes // (form.vec * form.unit.itemsize),
-            CAPACITY,
-            CAPACITY * (slots - 1),
-            spins,
-            UNIT=getattr(tl, str(form.unit).removeprefix("torch.")),
-            VEC=form.vec,
-            BLOCK=16,
-            **self._grid_constants(),
-        )
-        slot = int(self.state[0]) % 2 if slots == 2 else 0
-        nbytes = CAPACITY * form.row_bytes
-        return self.rows.tensor[slot * nbytes : (slot + 1) * nbytes].view(form.dtype).view(CAPACITY, form.width)
-
-    def combine(self, partial: torch.Tensor, counts: torch.Tensor, *, spins: int = SPINS) -> torch.Tensor:
-        """Launch a combine and return ``out`` [CAPACITY, width], poisoned before."""
-        out = torch.full_like(partial, float("nan"))
-        vec = 4 if partial.shape[1] % 4 == 0 else 1
-        peer_triton.combine_rows[(BLOCKS,)](
-            out,
-            partial,
-            self.rows.addresses,
-            self.pads.addresses,
-            counts,
-            self.state,
-            self.layout.rank,
-            partial.shape[1] // vec,
-            CAPACITY,
-            CAPACITY * self.layout.world_size,
-            CAPACITY,
-            spins,
-            DTYPE=getattr(tl, str(partial.dtype).removeprefix("torch.")),
-            VEC=vec,
-            BLOCK=16,
-            **self._grid_constants(),
-        )
-        return out
-
-    def _grid_constants(self) -> dict[str, int]:
-        dp = self.layout.dp_size
-        return {"WORLD": self.layout.world_size, "DP": dp, "DP_POW2": 1 << (dp - 1).bit_length()}
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.pads.close()
-        self.rows.close()
+    def to(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of ``tensor`` on the device."""
+        return tensor.to(self.device, copy=True)
 
 
-def plans(dp: int, steps: int) -> list[TokenPlan]:
-    generator = torch.Generator().manual_seed(11)
+def a_device(rank: int) -> torch.device:
+    """A GPU, shared by as many ranks as need be; the CPU where Triton interprets."""
+    if kernels.usable(torch.device("cpu")) == "":
+        return torch.device("cpu")
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def peers(rank: int, grid: Grid, *, timeout: float = LONG, reserve: bool = True) -> Iterator[Peers]:
+    layout, device = grid.layout(rank), a_device(rank)
+    with Groups.create(layout, backend="gloo", timeout=timedelta(seconds=60)) as groups:
+        channels = Channels(groups, device, timeout=timeout)
+        room = Room(CAPACITY, CAPACITY) if reserve else None
+        yield Peers(grid, rank, groups, channels, PeerTransport(layout, channels, reserve=room), device)
+        channels.close(collective=True)
+
+
+def plans(dp: int, steps: int, seed: int = 11) -> list[TokenPlan]:
+    """Random counts, a third of them zero; packed, aligned and padded plans in turn."""
+    generator = torch.Generator().manual_seed(seed)
     made = []
-    for _ in range(steps):
-        counts = torch.randint(0, CAPACITY // dp + 1, (dp,), generator=generator)
+    for step in range(steps):
+        align = (1, 2, 1)[step % 3]
+        counts = torch.randint(0, CAPACITY // dp // align * align + 1, (dp,), generator=generator)
         counts[torch.rand(dp, generator=generator) < 0.3] = 0
-        made.append(TokenPlan(tuple(counts.tolist()), PaddingMode.SUM_LEN))
+        padding = (PaddingMode.SUM_LEN, PaddingMode.SUM_LEN, PaddingMode.MAX_LEN)[step % 3]
+        made.append(TokenPlan(tuple(counts.tolist()), padding, align=align))
     return made
 
 
-def bits(rows: int, form: Form, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    data = torch.randint(0, 256, (rows, form.row_bytes), dtype=torch.uint8, generator=generator)
-    return data.view(form.dtype)
+def gathers(rank: int, grid: Grid, steps: int) -> tuple[int, list[int]]:
+    """Gathers of all fields at once and of each alone: how many results differ, and how far each channel came."""
+    wrong = 0
+    with peers(rank, grid) as at:
+        for step, plan in enumerate(plans(grid.dp, steps)):
+            every = [[any_bits(n, w, d, seed=step * 64 + r) for w, d in FIELDS] for r, n in enumerate(plan.counts)]
+            dp = at.groups.layout.dp_rank
+            mine = [at.to(tensor) for tensor in every[dp]]
+            locals_ = [every[d] for d in range(grid.dp) for _ in range(at.groups.layout.replicas)]
+            rows = rows_of(plan)
+            together = at.launch(at.transport.gather(("fields", 0), rows, FIELDS), *mine)
+            for got, want in zip(together, reference.gather_many(locals_, plan), strict=True):
+                wrong += not reference.same_bits(got.cpu(), want)
+            index = step % len(FIELDS)
+            call = at.transport.gather((f"field {index}", 0), rows, FIELDS[index : index + 1])
+            got = at.launch(call, mine[index])[0]
+            wrong += not reference.same_bits(got.cpu(), reference.gather([row[index] for row in locals_], plan))
+        return wrong, epochs(at)
 
 
-def gathers(rank: int, world: int, dp: int, form: Form, steps: int) -> tuple[int, list[int]]:
-    """Random counts, replay after replay of one launch: how many results differ, and the channel's state."""
-    layout, wrong = RankLayout(rank, world, dp), 0
-    with Groups.create(layout, timeout=timedelta(seconds=60)) as groups:
-        channel = Channel(groups, rank_device(), CAPACITY * form.row_bytes)
-        for step, plan in enumerate(plans(dp, steps)):
-            locals_ = [bits(n, form, seed=step * 64 + d) for d, n in enumerate(plan.counts)]
-            mine = locals_[layout.dp_rank].to(channel.device)
-            got = channel.gather(mine, torch.tensor(plan.counts, device=channel.device), form).cpu()
-            whole = reference.gather([locals_[d] for d in range(dp) for _ in range(layout.replicas)], plan)
-            want = torch.cat([whole, torch.zeros(CAPACITY - plan.rows, form.width, dtype=form.dtype)])
-            wrong += not reference.same_bits(got, want)
-        state = channel.state.tolist()
-        channel.close()
-    return wrong, state
+def epochs(at: Peers) -> list[int]:
+    """The epoch of every channel in use."""
+    return [int(row[0]) for row in at.channels._table[1:].tolist() if row[0]]
 
 
-def combines(rank: int, world: int, dp: int, width: int, dtype: torch.dtype, steps: int) -> tuple[int, list[int]]:
-    """The sum in float32 in rank order, bit for bit; rows of nobody stay as they were."""
-    layout, wrong = RankLayout(rank, world, dp), 0
-    with Groups.create(layout, timeout=timedelta(seconds=60)) as groups:
-        channel = Channel(groups, rank_device(), world * CAPACITY * width * dtype.itemsize)
-        for step, plan in enumerate(plans(dp, steps)):
-            partials = [
-                torch.randn(CAPACITY, width, generator=torch.Generator().manual_seed(step * 64 + r)).to(dtype)
-                for r in range(world)
-            ]
-            mine = partials[rank].to(channel.device)
-            got = channel.combine(mine, torch.tensor(plan.counts, device=channel.device)).cpu()
-            total = torch.zeros(CAPACITY, width)
-            for partial in partials:
-                total += partial.float()
-            rows, part = plan.counts[layout.dp_rank], layout.replica_rank
-            low, high = part * rows // layout.replicas, (part + 1) * rows // layout.replicas
-            first = plan.starts[layout.dp_rank]
-            mine_of_all = [partial[first + low : first + high] for partial in partials]
-            # Interpreted, a float32 is cut to bfloat16, not rounded: only there the order's own bits aren't met.
-            exact = dtype is not torch.bfloat16 or channel.device.type == "cuda"
-            right = reference.sum_error(got[: high - low], mine_of_all) <= 1
-            if exact:
-                right = reference.same_bits(got[: high - low], total[first + low : first + high].to(dtype))
-            wrong += not (right and bool(got[high - low :].isnan().all()))
-        state = channel.state.tolist()
-        channel.close()
-    return wrong, state
-
-
-def with_a_slow_rank(rank: int, world: int, spins: int, slots: int, steps: int) -> int:
-    """Rank 0 comes late to every call and reads late: how many results differ on this rank."""
-    layout, form, wrong = RankLayout(rank, world, world), FORMS[0], 0
-    with Groups.create(layout, timeout=timedelta(seconds=60)) as groups:
-        channel = Channel(groups, rank_device(), CAPACITY * form.row_bytes)
-        for step in range(steps):
-            plan = TokenPlan((2,) * world, PaddingMode.SUM_LEN)
-            locals_ = [bits(2, form, seed=step * 64 + d) for d in range(world)]
-            if rank == 0 and step % 2:
-                time.sleep(0.1)
-            counts = torch.tensor(plan.counts, device=channel.device)
-            got = channel.gather(locals_[rank].to(channel.device), counts, form, spins=spins, slots=slots)
-            if rank == 0 and not step % 2:
-                time.sleep(0.1)
-            wrong += not reference.same_bits(got[: plan.rows].cpu(), reference.gather(locals_, plan))
-        channel.close()
+def combines(rank: int, grid: Grid, width: int, dtype: torch.dtype, steps: int) -> int:
+    """The sum in float32 in rank order, bit for bit: how many results differ."""
+    wrong = 0
+    with peers(rank, grid) as at:
+        own = torch.empty(CAPACITY, width, dtype=dtype, device=at.device)
+        for step, plan in enumerate(plans(grid.dp, steps)):
+            partials = [numbers(plan.rows, width, dtype, seed=step * 64 + r) for r in range(grid.world)]
+            count = plan.counts[at.groups.layout.dp_rank]
+            own.fill_(float("nan"))
+            call = at.transport.combine(("combine", 0), rows_of(plan), own[:count])
+            got = at.launch(call, at.to(partials[rank]))[0].cpu()
+            part = [partial[reference.scatter_range(plan, at.groups.layout.dp_rank)] for partial in partials]
+            wrong += not right_sum(at, got, part)
+            wrong += not bool(own[count:].isnan().all())
     return wrong
 
 
-def one_rank_never_calls(rank: int, world: int) -> list[int]:
-    """Rank 1 stays away from the second call: what the others' state says, after a bounded number of looks."""
-    layout, form = RankLayout(rank, world, world), FORMS[0]
-    with Groups.create(layout, timeout=timedelta(seconds=60)) as groups:
-        channel = Channel(groups, rank_device(), CAPACITY * form.row_bytes)
-        local = bits(2, form, seed=1).to(channel.device)
-        counts = torch.full((world,), 2, device=channel.device)
-        channel.gather(local, counts, form)
+def right_sum(at: Peers, got: torch.Tensor, addends: Sequence[torch.Tensor]) -> bool:
+    """Whether ``got`` is the sum in float32 in the order of ``addends``."""
+    total = torch.zeros(got.shape)
+    for addend in addends:
+        total += addend.float()
+    # Interpreted, a float32 is cut to bfloat16, not rounded: only there the order's own bits aren't met.
+    if got.dtype is torch.bfloat16 and at.device.type == "cpu":
+        return reference.sum_error(got, addends) <= 1
+    return reference.same_bits(got, total.to(got.dtype))
+
+
+def partial_gathers(rank: int, grid: Grid, steps: int) -> int:
+    """Rows that the ranks of attention tp hold addends of: how many results differ."""
+    wrong, width = 0, 12
+    with peers(rank, grid) as at:
+        layout = at.groups.layout
+        scratch = torch.empty(CAPACITY, width, device=at.device)
+        for step, plan in enumerate(plans(grid.dp, steps)):
+            layouts = [grid.layout(r) for r in range(grid.world)]
+            locals_ = [
+                numbers(plan.counts[a.dp_rank], width, torch.float32, seed=step * 64 + a.dp_rank * 8 + a.tp_rank)
+                for a in layouts
+            ]
+            count = plan.counts[layout.dp_rank]
+            call = at.transport.gather_partial(("gather", 0), rows_of(plan), scratch[:count])
+            got = at.launch(call, at.to(locals_[rank]))[0].cpu()
+            want = torch.zeros(plan.rows, width)
+            for dp, rows in enumerate(
+                locals_[first : first + layout.tp_size] for first in range(0, grid.world, layout.replicas)
+            ):
+                total = torch.zeros(plan.counts[dp], width)
+                for addend in rows:
+                    total += addend
+                want[reference.scatter_range(plan, dp)] = total
+            wrong += not reference.same_bits(got, want)
+    return wrong
+
+
+def counts_on_the_device(rank: int, grid: Grid, steps: int) -> int:
+    """One gather and one combine, made once, run with other counts each time: how many results differ."""
+    wrong, width = 0, 12
+    with peers(rank, grid) as at:
+        layout = at.groups.layout
+        plan = GraphPlan(grid.dp, capacity=CAPACITY, per_rank_capacity=CAPACITY // 2, device=at.device)
+        local = torch.empty(plan.per_rank_capacity, width, device=at.device)
+        partial = torch.empty(plan.capacity, width, device=at.device)
+        out = torch.empty(plan.per_rank_capacity, width, device=at.device)
+        gather = at.transport.gather(("gather", 0), rows_of(plan), [(width, torch.float32)])
+        combine = at.transport.combine(("combine", 0), rows_of(plan), out, out_rows=plan.per_rank_capacity)
+        for step in range(steps):
+            counts = [min(n, plan.per_rank_capacity) for n in plans(grid.dp, step + 1)[-1].counts]
+            packed = TokenPlan(tuple(counts), PaddingMode.SUM_LEN)
+            plan.update(counts)
+            locals_ = [numbers(n, width, torch.float32, seed=step * 64 + dp) for dp, n in enumerate(counts)]
+            local.fill_(float("nan"))
+            local[: counts[layout.dp_rank]] = at.to(locals_[layout.dp_rank])
+            got = at.launch(gather, local)[0].cpu()
+            want = torch.cat([*locals_, torch.zeros(CAPACITY - packed.rows, width)])
+            wrong += not reference.same_bits(got, want)
+            partials = [
+                numbers(packed.rows, width, torch.float32, seed=step * 64 + 32 + r) for r in range(grid.world)
+            ]
+            partial.fill_(float("nan"))
+            partial[: packed.rows] = at.to(partials[rank])
+            out.fill_(float("nan"))
+            got = at.launch(combine, partial)[0].cpu()
+            mine = reference.scatter_range(packed, layout.dp_rank)
+            count = counts[layout.dp_rank]
+            wrong += not right_sum(at, got[:count], [p[mine] for p in partials])
+            wrong += bool(got[count:].count_nonzero()) or got.shape[0] != plan.per_rank_capacity
+    return wrong
+
+
+def shares_are_cut_alike(rows: int, parts: int) -> bool:
+    """The kernels cut shares as ``split_rows`` does."""
+    return all(
+        (part * rows // parts, (part + 1) * rows // parts) == cut
+        for part, cut in enumerate(split_rows(rows, parts))
+    )
+
+
+def with_a_slow_rank(rank: int, world: int, timeout: float, slots: int, steps: int) -> int:
+    """Rank 0 comes late to every call and reads late: how many results differ on this rank.
+
+    ``slots`` 1: the kernel is told that it goes to the slot that was used last, but not that it was.
+    """
+    grid, wrong = Grid(world, world), 0
+    with peers(rank, grid, timeout=timeout) as at:
+        plan = TokenPlan((2,) * world, PaddingMode.SUM_LEN)
+        call = at.transport.gather(("gather", 0), rows_of(plan), FIELDS[:1])
+        for step in range(steps):
+            locals_ = [any_bits(2, *FIELDS[0], seed=step * 64 + d) for d in range(world)]
+            if rank == 0 and step % 2:
+                time.sleep(0.1)
+            if timeout < 1:
+                at.channels._table[0, 0] = 0
+            if slots == 1:
+                one_slot(at, call)
+            got = at.launch(call, at.to(locals_[rank]))[0]
+            if rank == 0 and not step % 2:
+                time.sleep(0.1)
+            wrong += not reference.same_bits(got.cpu(), reference.gather(locals_, plan))
+    return wrong
+
+
+def one_slot(at: Peers, call: GatherLaunch) -> None:
+    """Make the next call use slot 0 again, and hide from the kernel that it did."""
+    channel = call._channel
+    channel.slot = 1
+    at.channels._table[channel.place // at.channels._table.shape[1], 2] = 1
+
+
+def same_slot_again(rank: int, world: int, steps: int) -> tuple[int, int]:
+    """Replay slot 0 for ever, as a graph with an odd number of calls does: how many differ, and the epochs."""
+    grid, wrong = Grid(world, world), 0
+    with peers(rank, grid) as at:
+        plan = TokenPlan((2,) * world, PaddingMode.SUM_LEN)
+        call = at.transport.gather(("gather", 0), rows_of(plan), FIELDS[:1])
+        for step in range(steps):
+            call._channel.slot = 1
+            locals_ = [any_bits(2, *FIELDS[0], seed=step * 64 + d) for d in range(world)]
+            got = at.launch(call, at.to(locals_[rank]))[0]
+            if rank == 0:
+                time.sleep(0.05)
+            wrong += not reference.same_bits(got.cpu(), reference.gather(locals_, plan))
+        return wrong, epochs(at)[0]
+
+
+def one_rank_never_calls(rank: int, world: int) -> tuple[bool, Late | None, bool, float]:
+    """Rank 1 stays away from the second call: what the others learn, whether rows are NaN, how long it took."""
+    grid = Grid(world, world)
+    with peers(rank, grid, timeout=1.0) as at:
+        plan = TokenPlan((2,) * world, PaddingMode.SUM_LEN)
+        call = at.transport.gather(("gather", 0), rows_of(plan), FIELDS[:1])
+        combine = at.transport.combine(("combine", 0), rows_of(plan), torch.empty(2, 12, device=at.device))
+        local, partial = at.to(any_bits(2, *FIELDS[0], seed=1)), torch.zeros(2 * world, 12, device=at.device)
+        at.launch(call, local)
+        at.launch(combine, partial)
         # Those that do call start together, so that only the absent one is missed.
-        groups.control.call(Op.CONFIRM, {})
+        at.groups.control.call(Op.CONFIRM, {})
+        start, spoilt = time.monotonic(), False
         if rank != 1:
-            channel.gather(local, counts, form, spins=10_000_000 if channel.device.type == "cuda" else 10_000)
-        state = channel.state.tolist()
-        channel.close()
-    return state
+            got = at.launch(call, local)[0]
+            # What was queued behind it must not wait once more.
+            for _ in range(20):
+                at.launch(combine, partial)
+            spoilt = bool(got[2:4].isnan().all()) and bool(combine.results[0][0].isnan().all())
+        took = time.monotonic() - start
+        return at.channels.late, at.channels.first_late(), spoilt, took
+
+
+def epochs_far_on(rank: int, world: int, steps: int) -> int:
+    """A channel whose epoch is about to pass 2^32: how many results differ."""
+    grid, wrong = Grid(world, world), 0
+    with peers(rank, grid) as at:
+        plan = TokenPlan((2,) * world, PaddingMode.SUM_LEN)
+        call = at.transport.gather(("gather", 0), rows_of(plan), FIELDS[:1])
+        at.channels._table[call._channel.place // at.channels._table.shape[1], 0] = 2**32 - 2
+        for step in range(steps):
+            locals_ = [any_bits(2, *FIELDS[0], seed=step * 64 + d) for d in range(world)]
+            got = at.launch(call, at.to(locals_[rank]))[0]
+            wrong += not reference.same_bits(got.cpu(), reference.gather(locals_, plan))
+        assert epochs(at) == [2**32 - 2 + steps]
+    return wrong

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -18,12 +19,13 @@ from exchange_cases import (
 )
 from lifetime_cases import one_step
 
+from rocm_dp.calls import GroupCall
 from rocm_dp.memory.slots import Slot, SlotPool
 from rocm_dp.plan import PaddingMode
 from rocm_dp.transports import all_gather_v, collectives
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from rocm_dp.exchange import TokenExchange
@@ -62,12 +64,14 @@ def leave_padding_unwritten() -> AbstractContextManager[object]:
     return patch.object(all_gather_v, "zero_padding", lambda out, plan: None)
 
 
-def make_events_per_call() -> AbstractContextManager[object]:
+@contextmanager
+def make_events_per_call() -> Iterator[None]:
     def fresh(self: SlotPool, verb: str, batch: int, nbytes: int, *, reserve: int | None = None) -> Slot:
         self._slots.pop((verb, batch), None)
         return _take(self, verb, batch, nbytes, reserve=reserve)
 
-    return patch.object(SlotPool, "take", fresh)
+    with patch.object(SlotPool, "take", fresh), patch.object(GroupCall, "stale", new=True):
+        yield
 
 
 def forget_an_addend() -> AbstractContextManager[object]:

@@ -143,7 +143,7 @@ def checked_with_a_lie(rank: int) -> list[str]:
 
 
 def _spoil(exchange: object, verb: str) -> None:
-    slot = exchange._dispatch._slots._slots[verb, 0]  # type: ignore[attr-defined]
+    slot = exchange._dispatch.slots._slots[verb, 0]  # type: ignore[attr-defined]
     slot.buffer[5] ^= 0x40
 
 

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 import warnings
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import gpu_cases as cases
 import lifetime_cases
 import peer_cases
+import peer_exchange_cases
 import peer_kernel_cases
 import pytest
 import row_cases
@@ -18,12 +20,13 @@ import torch
 from exchange_cases import Grid, every_verb
 from rocm_dp.kernels import rows
 from test_exchange import cases_for
+from test_peer_exchange import lose_rank_1
 
 from rocm_dp import Options
 from rocm_dp.testing import RankPool, run_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -39,7 +42,7 @@ def pair() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1), Grid(2, 1, 2)], ids=str)
-@pytest.mark.parametrize("transport", [None, "all_gather", "all_gather_v", "all_reduce"])
+@pytest.mark.parametrize("transport", [None, "peer", "all_gather", "all_gather_v", "all_reduce"])
 def test_every_verb_equals_the_oracle(pair: RankPool, grid: Grid, transport: str | None) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8):
         cases = cases_for(grid, dtype, transport)
@@ -57,6 +60,8 @@ def test_every_verb_equals_the_oracle(pair: RankPool, grid: Grid, transport: str
         ("all_gather_v", (8,)),
         ("all_gather_v", (7,)),
         ("all_reduce", (8, 5)),
+        ("peer", (8, 5)),
+        ("peer", (7,)),
     ],
 )
 def test_no_verb_allocates_device_memory_after_warm_up(
@@ -95,7 +100,7 @@ def test_the_host_never_runs_ahead_of_more_records_than_the_limit(pair: RankPool
         assert len(resources) == 1
 
 
-@pytest.mark.parametrize("transport", ["all_gather", "all_gather_v"])
+@pytest.mark.parametrize("transport", ["peer", "all_gather", "all_gather_v"])
 def test_a_captured_step_replays_with_other_values(pair: RankPool, transport: str) -> None:
     assert pair.run(cases.captured, PAIR, transport, 50) == [50, 50]
 
@@ -113,13 +118,78 @@ def test_calls_go_to_the_exchanges_device_whatever_the_current_one_is(pair: Rank
     assert pair.run(cases.while_another_device_is_current, PAIR) == [0, 0]
 
 
-def test_the_peer_kernels_equal_the_oracle_bit_for_bit(pair: RankPool) -> None:
-    for form in peer_kernel_cases.FORMS:
-        for dp in (1, 2):
-            assert {wrong for wrong, _ in pair.run(peer_kernel_cases.gathers, 2, dp, form, 50)} == {0}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        assert {wrong for wrong, _ in pair.run(peer_kernel_cases.combines, 2, 2, 12, dtype, 50)} == {0}
-    assert pair.run(peer_kernel_cases.one_rank_never_calls, 2)[0] == [2, 0, 2, 1 << 1]
+def test_every_rank_of_a_pair_takes_peer_memory_and_says_why(pair: RankPool) -> None:
+    for verdicts in pair.run(peer_exchange_cases.verdicts, PAIR, ""):
+        assert verdicts[0] == ("peer", True, "first in the table that can")
+
+
+def test_symmetric_memory_of_torch_serves_as_well(pair: RankPool) -> None:
+    for said in pair.run(peer_exchange_cases.over_symmetric_memory, PAIR):
+        assert said == [("first in the table that can", True)]
+
+
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[Callable[[int], RankPool]]:
+    """Ranks that share the GPUs at hand, by world size: slow, since processes take turns, but right."""
+    with ExitStack() as stack:
+        pools: dict[int, RankPool] = {}
+
+        def pool(world: int) -> RankPool:
+            if world not in pools:
+                pools[world] = stack.enter_context(RankPool(world, backend="gloo", timeout=280.0))
+            return pools[world]
+
+        yield pool
+
+
+CROWDS = [
+    *(Grid(2, 2), Grid(2, 1), Grid(3, 3), Grid(4, 4), Grid(4, 2), Grid(4, 1, 2), Grid(5, 5), Grid(6, 3)),
+    *(Grid(6, 1, 3), Grid(7, 7), Grid(8, 8), Grid(8, 4), Grid(8, 2, 2)),
+]
+
+
+@pytest.mark.parametrize("grid", CROWDS, ids=str)
+def test_peer_memory_serves_any_world_of_up_to_8_ranks(crowd: Callable[[int], RankPool], grid: Grid) -> None:
+    pool, steps = crowd(grid.world), 12 if grid.world < 5 else 6
+    assert {wrong for wrong, _ in pool.run(peer_kernel_cases.gathers, grid, steps)} == {0}
+    for dtype, width in ((torch.float32, 12), (torch.bfloat16, 520), (torch.float16, 7)):
+        assert pool.run(peer_kernel_cases.combines, grid, width, dtype, steps) == [0] * grid.world
+    assert pool.run(peer_kernel_cases.partial_gathers, grid, steps) == [0] * grid.world
+    assert pool.run(peer_kernel_cases.counts_on_the_device, grid, steps) == [0] * grid.world
+    assert pool.run(peer_exchange_cases.captured_steps, grid, steps) == [0] * grid.world
+
+
+def test_one_graph_replayed_10000_times_with_other_counts_is_right_every_time(pair: RankPool) -> None:
+    assert pair.run(peer_exchange_cases.captured_steps, PAIR, 10_000) == [0, 0]
+
+
+def test_without_the_wait_or_the_second_slot_results_are_wrong(crowd: Callable[[int], RankPool]) -> None:
+    pool, long, steps = crowd(3), peer_kernel_cases.LONG, 20
+    assert pool.run(peer_kernel_cases.with_a_slow_rank, 3, long, 2, steps) == [0, 0, 0]
+    assert sum(pool.run(peer_kernel_cases.with_a_slow_rank, 3, 1e-6, 2, steps)) > 0
+    assert sum(pool.run(peer_kernel_cases.with_a_slow_rank, 3, long, 1, steps)) > 0
+    assert pool.run(peer_kernel_cases.same_slot_again, 3, steps) == [(0, 2 * steps - 1)] * 3
+    assert pool.run(peer_kernel_cases.epochs_far_on, 3, 4) == [0, 0, 0]
+
+
+def test_a_rank_that_never_calls_is_named_and_nobody_waits_for_ever(crowd: Callable[[int], RankPool]) -> None:
+    first, absent, last = crowd(3).run(peer_kernel_cases.one_rank_never_calls, 3)
+    for late, what, spoilt, seconds in (first, last):
+        assert (late, what, spoilt) == (True, (("gather", 0), 2, (1,)), True)
+        assert seconds < 10
+    assert absent[:2] == (False, None)
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "late"])
+def test_a_lost_rank_is_named_to_the_others_within_the_bound(how: str, tmp_path: Path) -> None:
+    told = lose_rank_1(how, tmp_path, bound=2.0, env={})
+    assert set(told) == {0, 2}
+    for one in told.values():
+        assert (one["error"], one["missing"]) == ("PeerTimeoutError", [1])
+        assert one["call"] in (["gather", 0], ["combine", 0])
+        assert "can't be used after" in one["after"]
+        # Three processes share the GPUs, and a look takes longer in turns; then they tell what they did.
+        assert one["seconds"] < 20
 
 
 def test_callers_on_two_streams_and_two_exchanges_are_one_order(pair: RankPool) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
+import pickle
 import pkgutil
 import re
 import subprocess
@@ -16,7 +18,7 @@ import pytest
 import rocm_dp
 from rocm_dp import errors, testing
 
-NEEDS_TORCH = {"Agreement", "Groups", "StepRules", "TokenExchange", "agree", "confirm"}
+NEEDS_TORCH = {"Agreement", "GraphPlan", "Groups", "StepRules", "TokenExchange", "agree", "confirm"}
 NAMES = {
     "Agreement",
     "CapacityError",
@@ -25,10 +27,12 @@ NAMES = {
     "DtypeError",
     "EventPoolExhausted",
     "ExchangeStats",
+    "GraphPlan",
     "Groups",
     "Options",
     "PaddingMode",
     "PeerRefusedError",
+    "PeerTimeoutError",
     "Pending",
     "Phase",
     "RankFailedError",
@@ -67,10 +71,18 @@ FUNCTIONS = {
 }
 CONSTRUCTORS = {
     "Agreement": "(plan: 'TokenPlan', overlap: 'bool', graph: 'bool') -> None",
+    "GraphPlan": (
+        "(dp_size: 'int', *, capacity: 'int', per_rank_capacity: 'int', device: 'torch.device') -> 'None'"
+    ),
     "Options": (
-        "(transport: 'str | None' = None, max_events: 'int' = 256, max_in_flight: 'int' = 1024, "
+        "(transport: 'str | None' = None, peer_memory: 'str' = 'ipc', max_events: 'int' = 256, "
+        "max_in_flight: 'int' = 1024, "
         "timeout: 'float' = 300.0, "
         "confirm_calls: 'bool' = False, poison: 'bool' = False) -> None"
+    ),
+    "PeerTimeoutError": (
+        "(message: 'str', *, verb: 'str' = '', batch: 'int' = 0, epoch: 'int' = 0, "
+        "missing: 'tuple[int, ...]' = ()) -> 'None'"
     ),
     "RankLayout": (
         "(rank: 'int', world_size: 'int', dp_size: 'int' = 1, cp_size: 'int' = 1, moe_dp_size: 'int' = 1) -> None"
@@ -82,7 +94,7 @@ CONSTRUCTORS = {
     "TokenExchange": (
         "(layout: 'RankLayout', groups: 'Groups', *, device: 'torch.device | str', hidden: 'int', "
         "dtype: 'torch.dtype', max_rows: 'int | None' = None, max_local_rows: 'int | None' = None, "
-        "options: 'Options' = Options(transport=None, max_events=256, max_in_flight=1024, "
+        "options: 'Options' = Options(transport=None, peer_memory='ipc', max_events=256, max_in_flight=1024, "
         "timeout=300.0, confirm_calls=False, "
         "poison=False)) -> 'None'"
     ),
@@ -92,26 +104,26 @@ CONSTRUCTORS = {
     ),
     "TransportVerdict": "(name: 'str', chosen: 'bool', reason: 'str') -> None",
 }
-GATHER = "local: 'torch.Tensor', plan: 'TokenPlan', *, partial: 'bool' = False, batch: 'int' = 0"
-COMBINE = "partial: 'torch.Tensor', plan: 'TokenPlan', *, batch: 'int' = 0"
+PLAN = "plan: 'TokenPlan | GraphPlan'"
+GATHER = f"local: 'torch.Tensor', {PLAN}, *, partial: 'bool' = False, batch: 'int' = 0"
+MANY = f"tensors: 'Sequence[torch.Tensor]', {PLAN}, *, batch: 'int' = 0"
+COMBINE = f"partial: 'torch.Tensor', {PLAN}, *, batch: 'int' = 0"
 THIN = "(self, x: 'torch.Tensor', *, out: 'torch.Tensor | None' = None) -> 'torch.Tensor'"
 METHODS = {
     "TokenExchange": {
         "gather": f"(self, {GATHER}) -> 'torch.Tensor'",
         "gather_async": f"(self, {GATHER}) -> 'Pending[torch.Tensor]'",
-        "gather_many": (
-            "(self, tensors: 'Sequence[torch.Tensor]', plan: 'TokenPlan', *, batch: 'int' = 0) "
-            "-> 'list[torch.Tensor]'"
-        ),
-        "gather_many_async": (
-            "(self, tensors: 'Sequence[torch.Tensor]', plan: 'TokenPlan', *, batch: 'int' = 0) "
-            "-> 'Pending[list[torch.Tensor]]'"
-        ),
+        "gather_many": f"(self, {MANY}) -> 'list[torch.Tensor]'",
+        "gather_many_async": f"(self, {MANY}) -> 'Pending[list[torch.Tensor]]'",
         "combine": f"(self, {COMBINE}) -> 'torch.Tensor'",
         "combine_async": f"(self, {COMBINE}) -> 'Pending[torch.Tensor]'",
         "scatter": "(self, full: 'torch.Tensor', plan: 'TokenPlan') -> 'torch.Tensor'",
-        "reserve": "(self, *, batches: 'int' = 1, many: 'Sequence[tuple[int, torch.dtype]]' = ()) -> 'None'",
-        "explain": "(self, plan: 'TokenPlan') -> 'list[TransportVerdict]'",
+        "graph_plan": "(self, *, capacity: 'int', per_rank_capacity: 'int') -> 'GraphPlan'",
+        "reserve": (
+            "(self, *, batches: 'int' = 1, many: 'Sequence[tuple[int, torch.dtype]]' = (), "
+            "plans: 'Sequence[GraphPlan]' = ()) -> 'None'"
+        ),
+        "explain": f"(self, {PLAN}) -> 'list[TransportVerdict]'",
         "stats": "(self) -> 'ExchangeStats'",
         "drain": "(self) -> 'None'",
         "close": "(self) -> 'None'",
@@ -121,6 +133,7 @@ METHODS = {
             for verb in ("all_reduce", "reduce_scatter", "all_gather")
         },
     },
+    "GraphPlan": {"update": "(self, counts: 'Iterable[int]') -> 'None'"},
     "Groups": {
         "create": (
             "(layout: 'RankLayout', *, backend: 'str | None' = None, "
@@ -139,9 +152,12 @@ METHODS = {
     "TokenPlan": {"halves": "(self) -> 'tuple[TokenPlan, TokenPlan]'"},
 }
 PROPERTIES = {
+    "GraphPlan": {"rows", "digest"},
     "RankLayout": {"tp_size", "replicas", "dp_rank", "replica_rank", "cp_rank", "tp_rank"},
     "TokenPlan": {"total", "skew", "digest"},
 }
+# What an object without fields keeps in slots; nothing else can be set on it.
+ATTRIBUTES = {"GraphPlan": {"capacity", "counts", "per_rank_capacity"}}
 FIELDS = {
     "Agreement": ("plan", "overlap", "graph"),
     "ExchangeStats": (
@@ -157,7 +173,7 @@ FIELDS = {
         "calls",
     ),
     "RankLayout": ("rank", "world_size", "dp_size", "cp_size", "moe_dp_size"),
-    "TokenPlan": ("counts", "padding", "phase", "align", "sizes", "starts", "rows"),
+    "TokenPlan": ("counts", "padding", "phase", "align", "sizes", "starts", "rows", "_hash"),
     "TransportVerdict": ("name", "chosen", "reason"),
 }
 
@@ -171,6 +187,7 @@ ERRORS: dict[str, tuple[type[Exception], ...]] = {
     "RankFailedError": (errors.RocmDpError, RuntimeError),
     "TransportRefusedError": (errors.RocmDpError, RuntimeError),
     "PeerRefusedError": (errors.RocmDpError, RuntimeError),
+    "PeerTimeoutError": (errors.RocmDpError, RuntimeError),
     "SlotBusyError": (errors.RocmDpError, RuntimeError),
     "StaleViewError": (errors.RocmDpError, RuntimeError),
     "EventPoolExhausted": (errors.RocmDpError, RuntimeError),
@@ -202,9 +219,10 @@ def methods_of(cls: type) -> dict[str, str]:
     }
 
 
-def python(code: str) -> list[Any]:
+def python(code: str, *args: str, **environment: str) -> list[Any]:
     """Run ``code`` in a fresh interpreter; return the JSON value that each line of its output holds."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    command = [sys.executable, "-c", code, *args]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -264,6 +282,15 @@ def test_the_properties_are_these(name: str) -> None:
     assert {member for member, value in members.items() if isinstance(value, property)} == PROPERTIES[name]
 
 
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_the_attributes_are_these_and_no_other_can_be_set(name: str) -> None:
+    cls = public(name)
+    members = defined_in(cls)
+    assert {member for member, value in members.items() if inspect.ismemberdescriptor(value)} == ATTRIBUTES[name]
+    assert "__slots__" in vars(cls)
+    assert cls.__dictoffset__ == 0
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_the_fields_of_the_values_are_these(name: str) -> None:
     assert tuple(field.name for field in dataclasses.fields(public(name))) == FIELDS[name]
@@ -274,6 +301,31 @@ def test_the_values_are_frozen_and_have_slots(name: str) -> None:
     cls = public(name)
     assert cls.__dataclass_params__.frozen
     assert "__slots__" in vars(cls)
+
+
+def test_a_plan_keeps_its_hash_to_itself() -> None:
+    [kept] = [field for field in dataclasses.fields(rocm_dp.TokenPlan) if field.name.startswith("_")]
+    assert (kept.init, kept.repr, kept.compare) == (False, False, False)
+    plan, same = (rocm_dp.TokenPlan((3, 0), rocm_dp.PaddingMode.SUM_LEN) for _ in range(2))
+    assert hash(plan) == hash(same) == plan._hash
+    assert "hash" not in repr(plan)
+
+
+@pytest.mark.parametrize("padding", rocm_dp.PaddingMode)
+def test_a_plan_from_another_process_hashes_and_compares_as_one_made_there(padding: rocm_dp.PaddingMode) -> None:
+    code = """
+import json, pickle, sys, rocm_dp
+came = pickle.loads(bytes.fromhex(sys.argv[1]))
+made = rocm_dp.TokenPlan((3, 0), rocm_dp.PaddingMode[sys.argv[2]], rocm_dp.Phase.DECODE, align=2)
+print(json.dumps([came == made, hash(came) == hash(made), {made: "found"}.get(came)]))
+print(json.dumps(hash(made.padding)))
+"""
+    plan = rocm_dp.TokenPlan((3, 0), padding, rocm_dp.Phase.DECODE, align=2)
+    sent = pickle.dumps(plan).hex()
+    told = [python(code, sent, padding.name, PYTHONHASHSEED=seed) for seed in ("1", "2")]
+    assert [same for same, _ in told] == [[True, True, "found"]] * 2
+    # The seeds do tell: a hash of the enum would differ.
+    assert len({of_padding for _, of_padding in told}) == 2
 
 
 def test_the_enums_have_these_members() -> None:
@@ -322,6 +374,20 @@ def test_the_tree_in_the_docstring_of_errors_is_the_tree_of_classes() -> None:
 @pytest.mark.parametrize("name", ERRORS)
 def test_every_error_is_documented(name: str) -> None:
     assert vars(errors)[name].__doc__
+
+
+def test_a_peer_timeout_says_which_call_and_who_is_missing_after_pickling_too() -> None:
+    error = errors.PeerTimeoutError("nobody came", verb="gather", batch=1, epoch=2**40, missing=(2, 5))
+    for known in (error, pickle.loads(pickle.dumps(error))):
+        assert type(known) is errors.PeerTimeoutError
+        assert known.args == ("nobody came",)
+        assert str(known) == "nobody came"
+        assert (known.verb, known.batch, known.epoch, known.missing) == ("gather", 1, 2**40, (2, 5))
+
+
+def test_a_peer_timeout_of_no_known_call_names_none() -> None:
+    error = errors.PeerTimeoutError("nobody came")
+    assert (error.verb, error.batch, error.epoch, error.missing) == ("", 0, 0, ())
 
 
 def test_importing_the_package_loads_no_heavy_dependency() -> None:

@@ -6,35 +6,69 @@ import re
 from itertools import permutations
 
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rocm_dp.errors import ConfigError, TransportRefusedError
+from rocm_dp.graphs import GraphPlan
 from rocm_dp.plan import PaddingMode, TokenPlan
-from rocm_dp.routing import NAMES, Facts, Table, TransportVerdict, choose, chosen_name
+from rocm_dp.routing import NAMES, Facts, Table, TransportVerdict, choose, chosen_name, refusal
 
 ANY = settings(max_examples=100, deadline=None)
-ORDERS = [order for size in (1, 2, 3) for order in permutations(NAMES, size)]
-PLANS = st.builds(
+ORDERS = [order for size in range(1, len(NAMES) + 1) for order in permutations(NAMES, size)]
+OTHERS = tuple(name for name in NAMES if name != "peer")
+QUALIFIED = Facts(qualified=("peer",))
+NO_LINK = Facts(unqualified=(("peer", "has no link to rank 1"),))
+NO_PROOF = "has not passed its self-test here"
+
+
+def graph_plan(dp_size: int, rows: int, spare: int) -> GraphPlan:
+    return GraphPlan(dp_size, capacity=rows + spare, per_rank_capacity=rows, device=torch.device("cpu"))
+
+
+TOKEN_PLANS = st.builds(
     TokenPlan,
     st.lists(st.integers(0, 9), min_size=1, max_size=8).map(tuple),
     st.sampled_from(PaddingMode),
     align=st.integers(1, 6),
 )
-FACTS = st.builds(Facts, replicas=st.integers(1, 8))
+GRAPH_PLANS = st.builds(graph_plan, st.integers(1, 8), st.integers(1, 9), st.integers(0, 9))
+PLANS = TOKEN_PLANS | GRAPH_PLANS
+REFUSED = st.tuples(st.just("peer"), st.sampled_from(["has no link to rank 1", "read back other bytes"]))
+FACTS = st.builds(Facts, replicas=st.integers(1, 8), qualified=st.just(("peer",))) | st.builds(
+    Facts, replicas=st.integers(1, 8), unqualified=st.lists(REFUSED, max_size=1).map(tuple)
+)
 TABLES = st.sampled_from(ORDERS).map(Table)
 
 
-def can_carry(name: str, plan: TokenPlan, facts: Facts) -> bool:
-    """Only the equal-size collective is particular: equal sizes, each cut into equal parts by its ranks."""
+def can_carry(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> bool:
+    """Peer memory carries all when it was proven; without it the counts must lie on the host.
+
+    The equal-size collective is particular besides: equal sizes, each cut into equal parts by its ranks.
+    """
+    if name == "peer":
+        return facts.qualified == ("peer",)
+    if isinstance(plan, GraphPlan):
+        return False
     equal = all(size == plan.sizes[0] for size in plan.sizes)
     return name != "all_gather" or (equal and plan.sizes[0] % facts.replicas == 0)
+
+
+def verdict(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> TransportVerdict:
+    """What the built-in table says of transport ``name``."""
+    [found] = [one for one in choose(plan, facts, Table()) if one.name == name]
+    return found
+
+
+def test_peer_memory_comes_first_and_all_reduce_last() -> None:
+    assert Table().order == NAMES == ("peer", "all_gather", "all_gather_v", "all_reduce")
 
 
 @ANY
 @given(plan=PLANS, facts=FACTS, table=TABLES)
 def test_the_first_transport_of_the_table_that_can_is_chosen_and_no_other(
-    plan: TokenPlan, facts: Facts, table: Table
+    plan: TokenPlan | GraphPlan, facts: Facts, table: Table
 ) -> None:
     able = [name for name in table.order if can_carry(name, plan, facts)]
     assert [verdict.name for verdict in choose(plan, facts, table) if verdict.chosen] == able[:1]
@@ -43,7 +77,7 @@ def test_the_first_transport_of_the_table_that_can_is_chosen_and_no_other(
 @ANY
 @given(plan=PLANS, facts=FACTS, table=TABLES)
 def test_every_transport_of_the_table_is_judged_in_order_with_a_reason(
-    plan: TokenPlan, facts: Facts, table: Table
+    plan: TokenPlan | GraphPlan, facts: Facts, table: Table
 ) -> None:
     verdicts = choose(plan, facts, table)
     assert tuple(verdict.name for verdict in verdicts) == table.order
@@ -52,52 +86,133 @@ def test_every_transport_of_the_table_is_judged_in_order_with_a_reason(
 
 @ANY
 @given(plan=PLANS, facts=FACTS, table=TABLES)
-def test_equal_inputs_get_equal_answers(plan: TokenPlan, facts: Facts, table: Table) -> None:
-    again = TokenPlan(plan.counts, plan.padding, plan.phase, plan.align)
+def test_equal_inputs_get_equal_answers(plan: TokenPlan | GraphPlan, facts: Facts, table: Table) -> None:
+    if isinstance(plan, GraphPlan):
+        rows = plan.per_rank_capacity
+        again: TokenPlan | GraphPlan = graph_plan(plan.counts.numel(), rows, plan.capacity - rows)
+    else:
+        again = TokenPlan(plan.counts, plan.padding, plan.phase, plan.align)
     verdicts = choose(plan, facts, table)
-    assert choose(again, Facts(facts.replicas), Table(tuple(table.order))) == verdicts
+    same = Facts(facts.replicas, tuple(facts.qualified), tuple(facts.unqualified))
+    assert choose(again, same, Table(tuple(table.order))) == verdicts
 
 
-def test_equal_sizes_take_the_equal_size_collective() -> None:
+@ANY
+@given(plan=GRAPH_PLANS, counts=st.lists(st.integers(0, 1), min_size=8, max_size=8), facts=FACTS, table=TABLES)
+def test_the_counts_of_a_graph_plan_change_no_answer(
+    plan: GraphPlan, counts: list[int], facts: Facts, table: Table
+) -> None:
+    before = choose(plan, facts, table)
+    assume(sum(counts[: plan.counts.numel()]) <= plan.capacity)
+    plan.update(counts[: plan.counts.numel()])
+    assert choose(plan, facts, table) == before
+
+
+@ANY
+@given(plan=PLANS, replicas=st.integers(1, 8))
+def test_proven_peer_memory_carries_every_plan(plan: TokenPlan | GraphPlan, replicas: int) -> None:
+    facts = Facts(replicas, qualified=("peer",))
+    assert verdict("peer", plan, facts) == TransportVerdict(
+        "peer", chosen=True, reason="first in the table that can"
+    )
+    assert chosen_name(choose(plan, facts, Table())) == "peer"
+
+
+@ANY
+@given(plan=PLANS, replicas=st.integers(1, 8))
+def test_peer_memory_that_was_not_proven_is_refused_with_what_the_self_test_said(
+    plan: TokenPlan | GraphPlan, replicas: int
+) -> None:
+    assert refusal("peer", plan, Facts(replicas)) == NO_PROOF
+    assert refusal("peer", plan, Facts(replicas, unqualified=(("pigeon", "is asleep"),))) == NO_PROOF
+    assert refusal("peer", plan, Facts(replicas, qualified=("pigeon",))) == NO_PROOF
+    assert refusal("peer", plan, Facts(replicas, unqualified=NO_LINK.unqualified)) == "has no link to rank 1"
+
+
+@ANY
+@given(plan=GRAPH_PLANS, facts=FACTS)
+def test_a_graph_plan_is_refused_by_every_transport_that_needs_counts_on_the_host(
+    plan: GraphPlan, facts: Facts
+) -> None:
+    for name in OTHERS:
+        assert verdict(name, plan, facts) == TransportVerdict(name, chosen=False, reason="needs counts on the host")
+
+
+@pytest.mark.parametrize(("facts", "reason"), [(Facts(), NO_PROOF), (NO_LINK, "has no link to rank 1")])
+def test_without_proven_peer_memory_a_graph_plan_is_an_error_with_every_reason(facts: Facts, reason: str) -> None:
+    others = "; ".join(f"{name} needs counts on the host" for name in OTHERS)
+    with pytest.raises(TransportRefusedError, match="^" + re.escape(f"peer {reason}; {others}") + "$"):
+        chosen_name(choose(graph_plan(2, 4, 4), facts, Table()))
+
+
+@pytest.mark.parametrize(("facts", "reason"), [(Facts(), NO_PROOF), (NO_LINK, "has no link to rank 1")])
+def test_without_proven_peer_memory_equal_sizes_take_the_equal_size_collective(facts: Facts, reason: str) -> None:
     plan = TokenPlan((3, 5), PaddingMode.MAX_LEN)
-    assert choose(plan, Facts(), Table()) == (
+    assert choose(plan, facts, Table()) == (
+        TransportVerdict("peer", chosen=False, reason=reason),
         TransportVerdict("all_gather", chosen=True, reason="first in the table that can"),
         TransportVerdict("all_gather_v", chosen=False, reason="could, but all_gather comes first"),
         TransportVerdict("all_reduce", chosen=False, reason="could, but all_gather comes first"),
     )
 
 
+def test_with_proven_peer_memory_the_others_could_or_say_why_not() -> None:
+    assert choose(TokenPlan((3, 5), PaddingMode.SUM_LEN), QUALIFIED, Table()) == (
+        TransportVerdict("peer", chosen=True, reason="first in the table that can"),
+        TransportVerdict("all_gather", chosen=False, reason="needs equal sizes, the dp ranks have (3, 5)"),
+        TransportVerdict("all_gather_v", chosen=False, reason="could, but peer comes first"),
+        TransportVerdict("all_reduce", chosen=False, reason="could, but peer comes first"),
+    )
+
+
 def test_unequal_sizes_are_refused_by_all_gather_with_the_sizes() -> None:
     plan = TokenPlan((3, 5), PaddingMode.SUM_LEN)
-    verdicts = choose(plan, Facts(), Table())
-    assert verdicts[0] == TransportVerdict(
+    assert verdict("all_gather", plan, Facts()) == TransportVerdict(
         "all_gather", chosen=False, reason="needs equal sizes, the dp ranks have (3, 5)"
     )
-    assert chosen_name(verdicts) == "all_gather_v"
+    assert chosen_name(choose(plan, Facts(), Table())) == "all_gather_v"
 
 
 def test_sizes_that_the_ranks_of_a_dp_rank_cannot_share_equally_are_refused_with_both_numbers() -> None:
     plan = TokenPlan((3, 5), PaddingMode.MAX_LEN)
-    assert choose(plan, Facts(replicas=4), Table())[0] == TransportVerdict(
+    assert verdict("all_gather", plan, Facts(replicas=4)) == TransportVerdict(
         "all_gather", chosen=False, reason="needs sizes divisible by the 4 ranks of a dp rank, got 5"
     )
-    assert choose(TokenPlan((3, 5), PaddingMode.MAX_LEN, align=4), Facts(replicas=4), Table())[0].chosen
+    assert verdict("all_gather", TokenPlan((3, 5), PaddingMode.MAX_LEN, align=4), Facts(replicas=4)).chosen
 
 
-def test_a_step_without_rows_is_carried() -> None:
+@pytest.mark.parametrize(
+    ("facts", "name"), [(Facts(replicas=4), "all_gather"), (Facts(4, qualified=("peer",)), "peer")]
+)
+def test_a_step_without_rows_is_carried(facts: Facts, name: str) -> None:
     for padding in PaddingMode:
-        assert choose(TokenPlan((0, 0), padding), Facts(replicas=4), Table())[0].chosen
+        assert chosen_name(choose(TokenPlan((0, 0), padding), facts, Table())) == name
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=",".join)
 def test_the_table_decides_among_those_that_can(order: tuple[str, ...]) -> None:
-    assert chosen_name(choose(TokenPlan((4, 4), PaddingMode.MAX_LEN), Facts(), Table(order))) == order[0]
+    plan = TokenPlan((4, 4), PaddingMode.MAX_LEN)
+    assert chosen_name(choose(plan, QUALIFIED, Table(order))) == order[0]
 
 
-def test_a_forced_transport_that_refuses_is_an_error_with_its_reason() -> None:
-    verdicts = choose(TokenPlan((3, 5), PaddingMode.SUM_LEN), Facts(), Table(("all_gather",)))
-    message = "^" + re.escape("all_gather needs equal sizes, the dp ranks have (3, 5)") + "$"
-    with pytest.raises(TransportRefusedError, match=message):
+@pytest.mark.parametrize("order", [order for order in ORDERS if order != ("peer",)], ids=",".join)
+def test_the_table_decides_among_the_others_where_peer_memory_was_not_proven(order: tuple[str, ...]) -> None:
+    plan = TokenPlan((4, 4), PaddingMode.MAX_LEN)
+    first, *_ = (name for name in order if name != "peer")
+    assert chosen_name(choose(plan, Facts(), Table(order))) == first
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "reason"),
+    [
+        ("all_gather", QUALIFIED, "needs equal sizes, the dp ranks have (3, 5)"),
+        ("peer", Facts(), NO_PROOF),
+        ("peer", NO_LINK, "has no link to rank 1"),
+    ],
+)
+def test_a_forced_transport_that_refuses_is_an_error_with_its_reason(name: str, facts: Facts, reason: str) -> None:
+    verdicts = choose(TokenPlan((3, 5), PaddingMode.SUM_LEN), facts, Table((name,)))
+    with pytest.raises(TransportRefusedError, match="^" + re.escape(f"{name} {reason}") + "$"):
         chosen_name(verdicts)
 
 
@@ -105,13 +220,13 @@ def test_when_all_refuse_every_reason_is_told() -> None:
     refused = tuple(
         TransportVerdict(name, chosen=False, reason=f"lacks {place}") for place, name in enumerate(NAMES)
     )
-    message = "^all_gather lacks 0; all_gather_v lacks 1; all_reduce lacks 2$"
+    message = "^peer lacks 0; all_gather lacks 1; all_gather_v lacks 2; all_reduce lacks 3$"
     with pytest.raises(TransportRefusedError, match=message):
         chosen_name(refused)
 
 
 @pytest.mark.parametrize("order", [("pigeon",), ("all_reduce", "pigeon"), ("ALL_REDUCE",), ()], ids=str)
 def test_a_table_with_an_unknown_transport_or_none_is_refused_with_both_sides(order: tuple[str, ...]) -> None:
-    known = "transports must be among ('all_gather', 'all_gather_v', 'all_reduce')"
+    known = "transports must be among ('peer', 'all_gather', 'all_gather_v', 'all_reduce')"
     with pytest.raises(ConfigError, match="^" + re.escape(f"{known}, got {order}") + "$"):
         Table(order)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rocm_dp.errors import CapacityError, EventPoolExhausted, SlotBusyError
 from rocm_dp.memory.events import EventPool, InlineEvent
-from rocm_dp.memory.slots import SlotPool
+from rocm_dp.memory.slots import Slot, SlotPool
 
 ANY = settings(max_examples=60, deadline=None)
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.bool, torch.uint8, torch.int64]
@@ -51,23 +51,45 @@ def done_of(pool: SlotPool, verb: str) -> DeviceEvent:
 )
 def test_each_verb_and_batch_has_one_buffer_made_once(calls: list[tuple[str, int, int]]) -> None:
     pool, events = make_pool()
+    slots: dict[tuple[str, int], Slot] = {}
     places: dict[tuple[str, int], int] = {}
     for verb, batch, nbytes in calls:
         slot = pool.take(verb, batch, nbytes, reserve=100)
         assert slot.key == (verb, batch)
-        assert slot.buffer.numel() == 100
-        assert places.setdefault(slot.key, slot.buffer.data_ptr()) == slot.buffer.data_ptr()
+        assert slots.setdefault(slot.key, slot) is slot
+        if nbytes or slot.key in places:
+            assert slot.buffer.numel() == 100
+            assert places.setdefault(slot.key, slot.buffer.data_ptr()) == slot.buffer.data_ptr()
+        else:
+            assert slot.buffer.numel() == 0
     assert len(set(places.values())) == len(places)
-    assert (len(pool), pool.buffers_made, pool.growths) == (len(places), len(places), 0)
+    assert (len(pool), pool.buffers_made, pool.growths) == (len(slots), len(places), 0)
     assert pool.nbytes == 100 * len(places)
-    assert events.made == events.held == 2 * len(places)
+    assert events.made == events.held == 2 * len(slots)
 
 
 def test_each_use_of_a_slot_is_a_new_generation() -> None:
     pool, _ = make_pool()
-    generations = [pool.take("gather", 0, 8).generation for _ in range(4)]
-    assert len(set(generations)) == 4
-    assert pool.take("gather", 1, 8).generation == generations[0]
+    slot, other = pool.take("gather", 0, 8), pool.take("gather", 1, 8)
+    generations = [slot.generation]
+    for _ in range(4):
+        slot.begin()
+        generations.append(slot.generation)
+    assert len(set(generations)) == 5
+    assert other.generation == generations[0]
+    other.begin()
+    assert other.generation == generations[1]
+
+
+@pytest.mark.parametrize("nbytes", [0, 8, 100])
+def test_to_take_a_slot_is_not_to_use_it(nbytes: int) -> None:
+    pool, _ = make_pool()
+    slot = pool.take("gather", 0, 8)
+    slot.begin()
+    generation = slot.generation
+    assert pool.take("gather", 0, nbytes) is slot
+    assert slot.generation == generation
+    assert pool.busy() == []
 
 
 def test_a_slot_is_busy_until_its_inputs_are_let_go() -> None:
@@ -78,26 +100,72 @@ def test_a_slot_is_busy_until_its_inputs_are_let_go() -> None:
     generation = slot.generation
     with pytest.raises(SlotBusyError, match=r"^gather of batch 1 is still in flight: wait\(\) for its Pending"):
         pool.take("gather", 1, 8)
+    with pytest.raises(SlotBusyError, match=r"^gather of batch 1 is still in flight: wait\(\) for its Pending"):
+        slot.begin()
+    with pytest.raises(SlotBusyError, match=r"^gather of batch 1 is still in flight: wait\(\) for its Pending"):
+        pool.check_free("gather", 1)
     assert slot.generation == generation
-    assert pool.take("gather", 0, 8) is not slot
-    assert pool.take("combine", 1, 8) is not slot
+    for key in (("gather", 0), ("combine", 1)):
+        pool.check_free(*key)
+        assert pool.take(*key, 8) is not slot
     slot.inputs = None
     assert pool.busy() == []
     assert pool.take("gather", 1, 8) is slot
+    slot.begin()
+    assert slot.generation == generation + 1
 
 
 def test_a_call_without_inputs_in_flight_is_busy_too() -> None:
     pool, _ = make_pool()
-    pool.take("gather", 0, 8).inputs = ()
+    slot = pool.take("gather", 0, 8)
+    slot.inputs = ()
     with pytest.raises(SlotBusyError):
         pool.take("gather", 0, 8)
+    with pytest.raises(SlotBusyError):
+        slot.begin()
+
+
+def test_a_busy_slot_is_not_grown() -> None:
+    pool, events = make_pool()
+    slot = pool.take("gather", 0, 8)
+    slot.inputs = ()
+    place, held = slot.buffer.data_ptr(), events.held
+    with pytest.raises(SlotBusyError):
+        pool.take("gather", 0, 800)
+    assert (slot.buffer.data_ptr(), slot.buffer.numel(), events.held) == (place, 8, held)
+    assert (pool.buffers_made, pool.growths) == (1, 0)
 
 
 def test_reserve_allocates_just_that_once() -> None:
     pool, _ = make_pool()
-    for nbytes in (0, 1, 4096, 17, 4096):
+    for nbytes in (1, 4096, 0, 17, 4096):
         assert pool.take("gather", 0, nbytes, reserve=4096).buffer.numel() == 4096
     assert (pool.buffers_made, pool.growths, pool.nbytes) == (1, 0, 4096)
+
+
+def test_what_was_reserved_is_allocated_when_bytes_are_first_needed() -> None:
+    pool, events = make_pool()
+    slot = pool.take("gather", 0, 0, reserve=4096)
+    ready, done = slot.ready, slot.done
+    assert pool.take("gather", 0, 0, reserve=4096) is slot
+    assert (slot.buffer.numel(), len(pool), pool.buffers_made, pool.nbytes) == (0, 1, 0, 0)
+    assert pool.take("gather", 0, 1, reserve=4096) is slot
+    assert (slot.buffer.numel(), len(pool), pool.buffers_made, pool.nbytes) == (4096, 1, 1, 4096)
+    assert pool.growths == 0
+    assert slot.ready is ready
+    assert slot.done is done
+    assert events.made == events.held == 2
+
+
+def test_the_first_buffer_of_a_slot_taken_for_no_bytes_is_no_growth() -> None:
+    pool, events = make_pool()
+    slot = pool.take("gather", 0, 0)
+    done = slot.done
+    assert (pool.buffers_made, pool.nbytes) == (0, 0)
+    assert pool.take("gather", 0, 100) is slot
+    assert (slot.buffer.numel(), pool.buffers_made, pool.growths, pool.nbytes) == (100, 1, 0, 100)
+    assert slot.done is done
+    assert events.held == 2
 
 
 @pytest.mark.parametrize("used_before", [False, True])
@@ -161,9 +229,10 @@ def test_a_grown_slot_has_a_new_done_event_while_the_old_one_guards_the_old_buff
 
 def test_the_event_of_a_buffer_let_go_is_used_again() -> None:
     pool, events = make_pool()
+    pool.take("gather", 0, 1)
     for growth in range(12):
         done_of(pool, "gather").passed = True
-        pool.take("gather", 0, 2**growth)
+        pool.take("gather", 0, 2 * 2**growth)
     assert (pool.growths, pool.buffers_made) == (12, 13)
     # ready, done, that of the last buffer outgrown, and one while a growth changes hands.
     assert events.made <= 4
@@ -192,6 +261,36 @@ def test_a_pool_without_events_left_names_the_slots_that_hold_them() -> None:
         pool.take("gather", 1, 8)
 
 
+@pytest.mark.parametrize("nbytes", [0, 8])
+def test_a_buffer_holds_what_lies_in_it_and_no_address_beside_it(nbytes: int) -> None:
+    pool, _ = make_pool()
+    slot = pool.take("gather", 0, nbytes)
+    start = slot.buffer.data_ptr()
+    assert [at for at in range(-2, nbytes + 2) if slot.holds_address(start + at)] == list(range(nbytes))
+    assert [at for at in range(nbytes) if slot.holds(slot.buffer[at:])] == list(range(nbytes))
+    assert not slot.holds(slot.buffer[:0])
+    assert not slot.holds(torch.zeros(8))
+
+
+def test_in_a_capture_only_a_buffer_that_was_reserved_and_made_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, events = make_pool()
+    made = pool.take("gather", 0, 8, reserve=100)
+    pool.take("gather", 1, 0, reserve=100)
+    before = (len(pool), pool.buffers_made, pool.nbytes, events.held)
+    assert not pool.capturing
+    pool.check_not_capturing("gather", 0)
+    monkeypatch.setattr(SlotPool, "capturing", True)
+    assert pool.take("gather", 0, 100, reserve=100) is made
+    assert pool.take("gather", 1, 0, reserve=100).buffer.numel() == 0
+    for batch, nbytes, reserve in ((0, 8, None), (1, 8, 100), (2, 8, 100), (2, 0, 100), (2, 8, None)):
+        message = f"gather of batch {batch} in a graph needs max_rows and reserve() before the capture"
+        with pytest.raises(CapacityError, match="^" + re.escape(message) + "$"):
+            pool.take("gather", batch, nbytes, reserve=reserve)
+        with pytest.raises(CapacityError, match="^" + re.escape(message) + "$"):
+            pool.check_not_capturing("gather", batch)
+    assert (len(pool), pool.buffers_made, pool.nbytes, events.held) == before
+
+
 @ANY
 @given(rows=st.integers(0, 20), width=st.integers(1, 20), dtype=st.sampled_from(DTYPES), spare=st.integers(0, 64))
 def test_a_view_is_the_contiguous_start_of_the_buffer(
@@ -209,13 +308,12 @@ def test_a_view_is_the_contiguous_start_of_the_buffer(
     assert slot.buffer.tolist() == [1] * nbytes + [0xAB] * spare
 
 
-@pytest.mark.parametrize("grown", [False, True])
-def test_a_buffer_made_in_inference_mode_can_be_written_outside_it(grown: bool) -> None:
+@pytest.mark.parametrize("sizes", [(16,), (16, 64), (0, 16)], ids=["made", "grown", "made at first need"])
+def test_a_buffer_made_in_inference_mode_can_be_written_outside_it(sizes: tuple[int, ...]) -> None:
     pool, _ = make_pool()
     with torch.inference_mode():
-        slot = pool.take("gather", 0, 16)
-        if grown:
-            pool.take("gather", 0, 64)
+        for nbytes in sizes:
+            slot = pool.take("gather", 0, nbytes)
     slot.buffer.fill_(0)
     slot.view(2, 2, torch.float32).fill_(3.0)
     assert slot.view(2, 2, torch.float32).tolist() == [[3.0, 3.0], [3.0, 3.0]]

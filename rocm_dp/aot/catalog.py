@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton.language as tl
 
 from rocm_dp.aot.target import WAVE, Pointer
-from rocm_dp.kernels import peer_triton, rows, rows_triton
+from rocm_dp.kernels import peer, peer_triton, rows, rows_triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +24,9 @@ ROWS = (
 )
 # Numbers on the device or the host, with a status or without: the transports launch the last.
 CALLS = ((True, True), (True, False), (False, False))
+# The addresses, offsets and counts of four fields at 8 ranks are more than there are SGPRs; no memory is touched.
+_LANES = 24
+_ROW_THREADS = rows._THREADS
 MOST_BYTES = 16  # of an access
 WORLDS = (2, 4, 8)  # for narrower rows the last of them stands for all
 VERBS = {"write_rows": (False, False), "place_rows": (False, True), "read_rows": (True, True)}
@@ -34,8 +36,8 @@ VERBS = {"write_rows": (False, False), "place_rows": (False, True), "read_rows":
 class Form:
     """One form of a kernel: what it is for, and the arguments that make Triton compile it.
 
-    ``vec_bytes``: the widest access that the rows allow; ``large``: for buffers of more than 2 GiB; ``peers``: how
-    many ranks it hands rows to.
+    ``lanes``: SGPRs that it may keep in lanes of a VGPR. ``vec_bytes``: the widest access that the rows allow;
+    ``large``: for buffers of more than 2 GiB; ``peers``: how many ranks it hands rows to.
     """
 
     verb: str
@@ -47,6 +49,8 @@ class Form:
     vec_bytes: int
     large: bool
     peers: int = 0
+    threads: int = _ROW_THREADS
+    lanes: int = 0
 
     @property
     def only_rows(self) -> bool:
@@ -55,7 +59,7 @@ class Form:
 
     def compile(self) -> Any:
         """Compile for the target in force and return Triton's compiled kernel."""
-        return self.kernel.warmup(*self.args, **self.constants, num_warps=rows._THREADS // WAVE, grid=(1,))
+        return self.kernel.warmup(*self.args, **self.constants, num_warps=self.threads // WAVE, grid=(1,))
 
 
 def row_forms() -> Iterator[Form]:
@@ -90,19 +94,46 @@ def row_forms() -> Iterator[Form]:
 
 
 def peer_forms() -> Iterator[Form]:
-    """Yield the forms of the peer kernels: hidden states in bfloat16, 2, 4 and 8 ranks with rows of their own."""
-    table, state = Pointer(torch.int64), Pointer(torch.int64)
-    for world in WORLDS:
-        common = {"BLOCK": 1024, "WORLD": world, "DP": world, "DP_POW2": world}
-        rows_in, numbers = Pointer(torch.int32), (0, 896, 512, 512)
-        args: tuple[Any, ...] = (rows_in, table, table, table, state, *numbers, 100_000)
-        constants = {"UNIT": tl.int32, "VEC": 4, **common}
-        call, label = f"{world} ranks", "[7168] bf16"
-        yield Form("gather_rows", label, call, peer_triton.gather_rows, args, constants, MOST_BYTES, False, world)
-        addends = Pointer(torch.bfloat16)
-        args = (addends, addends, table, table, table, state, *numbers, 512, 100_000)
-        constants = {"DTYPE": tl.bfloat16, "VEC": 8, **common}
-        yield Form("combine_rows", label, call, peer_triton.combine_rows, args, constants, MOST_BYTES, False, world)
+    """Yield the forms of the peer kernels: bfloat16 rows over 2, 4 and 8 ranks, counts on the device or not.
+
+    Further a gather of four fields, and the two launches that bring the shares of 2 replicas together.
+    """
+    for world, on_device in product(WORLDS, (False, True)):
+        party = peer.Party(0, world, 0, world, world, 1)
+        call = f"{world} ranks, {_counts(on_device=on_device)}"
+        one = (MOST_BYTES,)
+        yield _peer_form("gather_rows", call, peer.gather_constants(party, one, on_device=on_device), world)
+        sums = peer.combine_constants(party, MOST_BYTES, torch.bfloat16, on_device=on_device)
+        yield _peer_form("combine_rows", call, sums, world)
+    for on_device in (False, True):
+        world = WORLDS[-1]
+        fields = (MOST_BYTES,) * peer.MAX_FIELDS
+        party = peer.Party(0, world, 0, world, world, 1)
+        call = f"{world} ranks, 4 fields, {_counts(on_device=on_device)}"
+        many = _peer_form("gather_rows", call, peer.gather_constants(party, fields, on_device=on_device), world)
+        yield replace(many, lanes=_LANES)
+        # Addends of attention tp, and shares of a dp rank: among 2 of 8 ranks, each of 4 dp ranks twice.
+        pair = peer.Party(0, 2, 0, world, world // 2, 2)
+        call = f"2 of {world} ranks, {_counts(on_device=on_device)}"
+        yield _peer_form("gather_rows", call, peer.gather_constants(pair, one, on_device=on_device), 2)
+        sums = peer.combine_constants(pair, MOST_BYTES, torch.bfloat16, on_device=on_device)
+        yield _peer_form("combine_rows", call, sums, 2)
+
+
+def _peer_form(verb: str, call: str, constants: dict[str, Any], peers: int) -> Form:
+    kernel = getattr(peer_triton, verb)
+    return Form(
+        verb,
+        "[7168] bf16",
+        call,
+        kernel,
+        peer.NUMBERS[verb],
+        constants,
+        MOST_BYTES,
+        False,
+        peers,
+        peer.THREADS[verb],
+    )
 
 
 def all_forms() -> Iterator[Form]:
@@ -113,6 +144,10 @@ def all_forms() -> Iterator[Form]:
 
 def _status(*, report: bool) -> Pointer | None:
     return Pointer(torch.int64) if report else None
+
+
+def _counts(*, on_device: bool) -> str:
+    return f"counts on the {'device' if on_device else 'host'}"
 
 
 def _call(*, on_device: bool, report: bool) -> str:

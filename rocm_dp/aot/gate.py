@@ -60,7 +60,13 @@ def judge(
                 assert made.metadata.target.arch == arch
                 code = isa.parse(made.asm["amdgcn"], made.asm["ttir"])
                 faults = tuple(
-                    isa.faults(code, vec_bytes=form.vec_bytes, only_rows=form.only_rows, peers=form.peers)
+                    isa.faults(
+                        code,
+                        vec_bytes=form.vec_bytes,
+                        only_rows=form.only_rows,
+                        peers=form.peers,
+                        lanes=form.lanes,
+                    )
                 )
                 digest = hashlib.sha256(made.asm["hsaco"]).hexdigest()
                 judged.append(Judged(arch, form, code, faults, made.hash, digest))

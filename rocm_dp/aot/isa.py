@@ -15,7 +15,8 @@ _ANY_ACCESS = re.compile(r"^\s+(?:global|buffer|flat|scratch)_(?:load|store)_", 
 _NARROW = re.compile(r"arith\.muli [^\n]*: i32\b|tt\.addptr %[\w#]+, (?!%c\d)[^\n]*: !tt\.ptr<[^>]*>, i32\b")
 _VGPRS = 512  # a lane's vector registers on CDNA3 and CDNA4, arch and accumulation ones together
 _VGPR_GRANULE = 8
-_ADDRESS_BYTES = 8
+_BESIDE_ROWS = {"load": (4, 8), "store": (8,)}  # bytes: counts, and addresses, epochs and flags
+_HANDOVERS = 2
 _MAX_WAVES = 8  # on one SIMD
 
 
@@ -77,17 +78,18 @@ def _field(amdgcn: str, name: str) -> int:
     return int(found.group(1))
 
 
-def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False, peers: int = 0) -> list[str]:
+def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False, peers: int = 0, lanes: int = 0) -> list[str]:
     """Return what is wrong with a kernel whose rows allow accesses of ``vec_bytes``; empty when all is well.
 
     ``only_rows``: the kernel touches memory for nothing but rows, so that every access must be so wide; otherwise
     the most frequent width of its loads and of its stores. ``peers``: it hands rows to so many ranks, so it needs
-    a release and an acquire of system scope for each; peers' addresses are loads of 8 bytes, nothing is narrower.
+    releases and acquires of system scope, at its entry and in the call; beside rows it only touches counts of 4
+    bytes, and addresses, epochs and flags of 8. ``lanes``: SGPRs that may be kept in lanes of a VGPR.
     """
     found = []
     if isa.wave != 64:
         found.append(f"wave{isa.wave}, not wave64")
-    if isa.vgpr_spills or isa.sgpr_spills:
+    if isa.vgpr_spills or isa.sgpr_spills > lanes:
         found.append(f"spills {isa.vgpr_spills} VGPRs and {isa.sgpr_spills} SGPRs")
     if isa.scratch:
         found.append(f"uses {isa.scratch} bytes of scratch")
@@ -100,10 +102,11 @@ def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False, peers: int = 0)
         common = max(widths, key=lambda width: widths[width], default=0)
         worst = min(widths, default=0) if only_rows else common
         if peers:
-            worst = max(widths, default=0) if min(widths, default=0) >= _ADDRESS_BYTES else min(widths, default=0)
+            narrow = [width for width in widths if width not in (*_BESIDE_ROWS[kind], vec_bytes)]
+            worst = min(narrow, default=max(widths, default=0))
         if worst != vec_bytes:
             found.append(f"{kind}s rows {worst} bytes at a time where {vec_bytes} are possible")
-    if min(isa.system_releases, isa.system_acquires) < peers:
+    if peers and min(isa.system_releases, isa.system_acquires) < _HANDOVERS:
         have = f"{isa.system_releases} releases and {isa.system_acquires} acquires of system scope"
         found.append(f"has {have} for {peers} peers")
     return found

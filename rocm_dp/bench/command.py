@@ -1,76 +1,113 @@
-"""``rocm-dp bench``: what is measured, and the tables."""
+"""``rocm-dp bench``: what can be measured, and the progress while it is."""
 
 from __future__ import annotations
 
+import argparse
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
-from rich import box
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from rocm_dp.errors import ConfigError
+from rocm_dp.bench import rows_command
+from rocm_dp.bench.arguments import add_run_arguments, build_config
+from rocm_dp.errors import RocmDpError
 
 if TYPE_CHECKING:
-    import argparse
+    from collections.abc import Callable
 
-    from rocm_dp.bench.rows import Measured
+    from rich.console import Console
+
+    from rocm_dp.bench.config import BenchConfig
+
+T = TypeVar("T")
+
+_VERBS = {
+    "gather": "our transports and the library's ways to gather the rows of all ranks",
+    "combine": "our transports and the library's ways to sum rows back to their owners",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of ``rocm-dp bench``."""
-    parser.add_argument("what", choices=("rows",), help="rows: the row kernels against torch's own copies")
-    parser.add_argument("--repeats", type=int, default=30, help="runs that the median is of")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    """Declare what can be measured, and the options of each."""
+    measured = parser.add_subparsers(dest="what", required=True)
+
+    def add(name: str, what: str) -> argparse.ArgumentParser:
+        formatter = argparse.ArgumentDefaultsHelpFormatter
+        return measured.add_parser(name, help=what, description=what, formatter_class=formatter)
+
+    for verb, what in _VERBS.items():
+        chosen = add(verb, what)
+        add_run_arguments(chosen)
+        chosen.add_argument(
+            "--graph-calls", type=int, default=20, help="calls in the graph that is replayed; 0: no graphs"
+        )
+        chosen.add_argument(
+            "--check", action=argparse.BooleanOptionalAction, default=True, help="compare with the reference"
+        )
+        chosen.set_defaults(measure=partial(_verb, verb))
+    host = add("host", "what one eager call costs the host, the device not waited for")
+    add_run_arguments(host)
+    host.add_argument("--calls", type=int, default=300, help="calls in a row that are timed together")
+    host.set_defaults(measure=_host)
+    rows = add("rows", "the row kernels against torch's own copies, on the GPU at hand")
+    rows_command.add_arguments(rows)
+    rows.set_defaults(measure=rows_command.run)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Measure and print; return 0."""
-    import torch
+    """Measure and print; return 0, or 1 when a checked result was wrong."""
+    code: int = args.measure(args, console)
+    return code
 
-    from rocm_dp.bench.rows import SHAPES, copy_bandwidth, measure
 
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats must be at least 1, got {args.repeats}")
-    if args.json and not args.json.resolve().parent.is_dir():
-        raise ConfigError(f"--json needs an existing folder, got {args.json}")
-    found: list[Measured] = []
-    bandwidth = copy_bandwidth()
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("measuring", total=3 * len(SHAPES))
-        for one in measure(bandwidth, repeats=args.repeats):
-            found.append(one)
-            progress.advance(task)
-    copied = bandwidth / 1e6
-    device = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    print_to = Console(width=160 if args.markdown else None)
-    print_to.print(f"{device}; a large copy moves {copied:.2f} TB/s, read and written")
-    print_to.print(_table(found, markdown=args.markdown))
+def _verb(verb: str, args: argparse.Namespace, console: Console) -> int:
+    from rocm_dp.bench import rank
+    from rocm_dp.bench.report import make_report
+    from rocm_dp.bench.table import print_wide, render, write_csv
+
+    config = build_config(args, verb, calls=args.graph_calls, check=args.check)
+    report = make_report(_on_ranks(rank.run_rank, config, console), config)
+    print_wide(render(report))
     if args.json:
-        about = {"device": device, "copy_tb_s": copied, "results": [one.as_dict() for one in found]}
-        args.json.write_text(json.dumps(about, indent=1) + "\n")
+        args.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    if args.csv:
+        write_csv(args.csv, report.results)
+    return 1 if report.wrong else 0
+
+
+def _host(args: argparse.Namespace, console: Console) -> int:
+    from rocm_dp.bench.host import join_costs, run_host
+    from rocm_dp.bench.table import print_wide, render_host, write_csv
+
+    config = build_config(args, "host", calls=args.calls, check=False)
+    found = _on_ranks(run_host, config, console)
+    about, costs = found[0].about, join_costs(found)
+    print_wide(render_host(about, config, costs))
+    if args.json:
+        plain = {"about": asdict(about), "config": asdict(config), "results": [asdict(cost) for cost in costs]}
+        args.json.write_text(json.dumps(plain, indent=1) + "\n")
+    if args.csv:
+        write_csv(args.csv, costs)
     return 0
 
 
-def _table(found: list[Measured], *, markdown: bool) -> Table:
-    table = Table(box=box.MARKDOWN if markdown else box.HEAVY_HEAD)
-    columns = ("verb", "rows", "MiB", "graph us", "torch", "ratio", "eager us", "torch", "ratio", "of copy")
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("verb", "rows") else "right")
-    for one in found:
-        table.add_row(
-            one.verb,
-            f"[{one.rows}, {one.width}] {one.dtype}".replace("[", "\\["),
-            f"{one.nbytes / 2**20:.2f}",
-            f"{one.ours_graph:.1f}",
-            f"{one.torch_graph:.1f}",
-            f"{one.ours_graph / one.torch_graph:.2f}",
-            f"{one.ours_eager:.1f}",
-            f"{one.torch_eager:.1f}",
-            f"{one.ours_eager / one.torch_eager:.2f}",
-            f"{one.of_copy:.0%}",
-        )
-    return table
+def _on_ranks(fn: Callable[[int, BenchConfig], T], config: BenchConfig, console: Console) -> list[T]:
+    """Run ``fn`` on every rank with a progress bar; RocmDpError when it takes longer than ``config.timeout``."""
+    from rocm_dp.testing import RankPool
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting ranks", total=None)
+        try:
+            with RankPool(config.ranks) as pool:
+                progress.update(task, description="checking and measuring" if config.check else "measuring")
+                return pool.run(
+                    fn,
+                    config,
+                    timeout=config.timeout,
+                    on_note=lambda _, done: progress.update(task, completed=done[0], total=done[1]),
+                )
+        except TimeoutError as error:
+            raise RocmDpError(f"the run was ended: {error}") from error

@@ -7,12 +7,12 @@ taken from the runtime itself and each handle is opened on the device that will 
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_dp.errors import PeerRefusedError
+from rocm_dp.kernels.driver import loaded_library
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 HANDLE_BYTES = 64  # hipIpcMemHandle_t and cudaIpcMemHandle_t
 HANDLE_WORDS = HANDLE_BYTES // 8
 _LAZY_PEER_ACCESS = 1  # hipIpcMemLazyEnablePeerAccess, cudaIpcMemLazyEnablePeerAccess
-_UNCACHED = 3  # hipDeviceMallocUncached: flags that other GPUs write must not sit in this one's cache
+# hipDeviceMallocFinegrained and hipDeviceMallocUncached: what other GPUs write while a kernel runs must be seen
+# by it, and flags that it looks at must not even sit in its cache.
+_FINE_GRAINED, _UNCACHED = 1, 3
+_NATIVE_ATOMICS = {True: 2, False: 3}  # hipDevP2PAttrNativeAtomicSupported, cudaDevP2PAttrNativeAtomicSupported
+_XGMI = 4  # HSA_AMD_LINK_INFO_TYPE_XGMI
+_BUS_ID_CHARS = 32
 
 
 class _Handle(ctypes.Structure):
@@ -29,25 +34,32 @@ class _Handle(ctypes.Structure):
 
 
 class Runtime:
-    """The seven calls that are needed of the runtime, by their HIP or CUDA names."""
+    """The calls that are needed of the runtime, by their HIP or CUDA names."""
 
     def __init__(self, library: Any, *, hip: bool) -> None:
         self._library, self._prefix, self._hip = library, "hip" if hip else "cuda", hip
         self._declare("GetErrorString", [ctypes.c_int], ctypes.c_char_p)
+        self._declare("GetLastError", [])
         self._declare("Malloc", [ctypes.c_void_p, ctypes.c_size_t])
         self._declare("Memset", [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t])
         self._declare("Free", [ctypes.c_void_p])
         self._declare("IpcGetMemHandle", [ctypes.c_void_p, ctypes.c_void_p])
         self._declare("IpcOpenMemHandle", [ctypes.c_void_p, _Handle, ctypes.c_uint])
         self._declare("IpcCloseMemHandle", [ctypes.c_void_p])
+        self._declare("DeviceGetPCIBusId", [ctypes.c_char_p, ctypes.c_int, ctypes.c_int])
+        self._declare("DeviceGetByPCIBusId", [ctypes.c_void_p, ctypes.c_char_p])
+        self._declare("DeviceCanAccessPeer", [ctypes.c_void_p, ctypes.c_int, ctypes.c_int])
+        self._declare("DeviceGetP2PAttribute", [ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int])
         if hip:
             self._declare("ExtMallocWithFlags", [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint])
+            self._declare("ExtGetLinkTypeAndHopCount", [ctypes.c_int, ctypes.c_int, *[ctypes.c_void_p] * 2])
 
     def allocate(self, nbytes: int, *, uncached: bool) -> int:
         """Return the address of ``nbytes`` zero bytes on the current device; ``uncached`` matters on HIP only."""
         address = ctypes.c_void_p()
-        if uncached and self._hip:
-            self._call("ExtMallocWithFlags", ctypes.byref(address), nbytes, _UNCACHED)
+        if self._hip:
+            flags = _UNCACHED if uncached else _FINE_GRAINED
+            self._call("ExtMallocWithFlags", ctypes.byref(address), nbytes, flags)
         else:
             self._call("Malloc", ctypes.byref(address), nbytes)
         assert address.value is not None
@@ -83,6 +95,34 @@ class Runtime:
         """Unmap what ``open`` returned."""
         self._call("IpcCloseMemHandle", address)
 
+    def bus_id(self, device: int) -> str:
+        """Return the PCI address of a device of this process, as domain:bus:device.function."""
+        text = ctypes.create_string_buffer(_BUS_ID_CHARS)
+        self._call("DeviceGetPCIBusId", text, _BUS_ID_CHARS, device)
+        return text.value.decode().lower()
+
+    def by_bus_id(self, bus_id: str) -> int | None:
+        """Return this process's number for the device at a PCI address; None when it is not shown here."""
+        device = ctypes.c_int()
+        try:
+            self._call("DeviceGetByPCIBusId", ctypes.byref(device), bus_id.encode())
+        except PeerRefusedError:
+            return None
+        return device.value
+
+    def link_refusal(self, device: int, peer: int) -> str:
+        """Return why kernels on ``device`` can't write and signal to ``peer``; empty when they can."""
+        answer, hops = ctypes.c_int(), ctypes.c_int()
+        self._call("DeviceCanAccessPeer", ctypes.byref(answer), device, peer)
+        if not answer.value:
+            return "no peer access"
+        if self._hip:
+            self._call("ExtGetLinkTypeAndHopCount", device, peer, ctypes.byref(answer), ctypes.byref(hops))
+            if answer.value != _XGMI:
+                return f"the link is not xGMI (HSA link type {answer.value})"
+        self._call("DeviceGetP2PAttribute", ctypes.byref(answer), _NATIVE_ATOMICS[self._hip], device, peer)
+        return "" if answer.value else "no atomics over the link (PCIe?)"
+
     def _declare(self, name: str, arguments: list[Any], result: Any = ctypes.c_int) -> None:
         function = getattr(self._library, self._prefix + name)
         function.argtypes, function.restype = arguments, result
@@ -90,6 +130,8 @@ class Runtime:
     def _call(self, name: str, *arguments: Any) -> None:
         code = getattr(self._library, self._prefix + name)(*arguments)
         if code:
+            # The runtime keeps the error, and torch would take it for one of its own next launch.
+            getattr(self._library, f"{self._prefix}GetLastError")()
             text = getattr(self._library, f"{self._prefix}GetErrorString")(code)
             raise PeerRefusedError(f"{self._prefix}{name}: {text.decode(errors='replace')} ({code})")
 
@@ -99,15 +141,28 @@ def loaded_runtime() -> Runtime:
     hip = torch.version.hip is not None
     name = "libamdhip64" if hip else "libcudart"
     torch.cuda.init()  # type: ignore[no-untyped-call]
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if Path(path).name.startswith(name):
-            return Runtime(ctypes.CDLL(path), hip=hip)
-    raise PeerRefusedError(f"torch has not loaded {name}: is it linked in statically?")
+    try:
+        return Runtime(loaded_library(name), hip=hip)
+    except OSError as error:
+        raise PeerRefusedError(str(error)) from error
 
 
-def as_tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return uint8 [nbytes] over raw device memory, which it doesn't own."""
+def bus_address(device: torch.device) -> int:
+    """Return the PCI address of ``device`` as a number, equal in every process of a machine."""
+    bus_id = loaded_runtime().bus_id(device.index)
+    return int(bus_id.replace(":", "").replace(".", ""), 16)
+
+
+def link_refusal(device: torch.device, address: int) -> str:
+    """Return why ``device`` can't work on memory of that at ``address``; empty when it can, or is hidden here."""
+    runtime = loaded_runtime()
+    digits = f"{address:09x}"
+    peer = runtime.by_bus_id(f"{digits[:-5]}:{digits[-5:-3]}:{digits[-3:-1]}.{digits[-1]}")
+    return "" if peer is None else runtime.link_refusal(device.index, peer)
+
+
+def as_tensor(address: int, nbytes: int, device: torch.device) -> tuple[torch.Tensor, object]:
+    """Return uint8 [nbytes] over raw device memory, and an owner that lives as long as any view of it."""
 
     class Raw:
         __cuda_array_interface__ = {  # noqa: RUF012 - the protocol's name and shape
@@ -117,4 +172,5 @@ def as_tensor(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
             "version": 2,
         }
 
-    return torch.as_tensor(Raw(), device=device)
+    owner = Raw()
+    return torch.as_tensor(owner, device=device), owner

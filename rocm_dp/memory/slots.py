@@ -26,9 +26,26 @@ class Slot:
         # The tensors that the comm stream still reads; not None while a Pending is outstanding.
         self.inputs: tuple[torch.Tensor, ...] | None = None
 
+    def begin(self) -> None:
+        """Begin the next use, which makes Pendings of the last one stale; SlotBusyError while it is outstanding."""
+        self.check_free()
+        self.generation += 1
+
+    def check_free(self) -> None:
+        """Raise SlotBusyError while the last use is outstanding."""
+        if self.inputs is not None:
+            verb, batch = self.key
+            raise SlotBusyError(
+                f"{verb} of batch {batch} is still in flight: wait() for its Pending before the next call"
+            )
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in the buffer, so that the next use would overwrite it."""
-        return 0 <= tensor.data_ptr() - self.buffer.data_ptr() < self.buffer.numel() and tensor.numel() > 0
+        return tensor.numel() > 0 and self.holds_address(tensor.data_ptr())
+
+    def holds_address(self, address: int) -> bool:
+        """Return whether ``address`` lies in the buffer."""
+        return 0 <= address - self.buffer.data_ptr() < self.buffer.numel()
 
     def view(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the first ``rows`` rows of ``width`` elements as a contiguous tensor over the buffer."""
@@ -55,41 +72,43 @@ class SlotPool:
         return live + sum(buffer.numel() for buffer, _ in self._outgrown)
 
     def take(self, verb: str, batch: int, nbytes: int, *, reserve: int | None = None) -> Slot:
-        """Return the slot of (verb, batch) for its next use, with room for ``nbytes``.
+        """Return the slot of (verb, batch) with room for ``nbytes``, for a call to be made for it.
 
-        ``reserve``: allocate exactly so many bytes, once; None: grow as needed. Raises SlotBusyError while the
-        last use is outstanding, CapacityError for more than was reserved, or inside a capture for a buffer that
-        is not made yet or may grow: the graph would go on to use the old one.
+        ``reserve``: allocate exactly so many bytes, once, when any are needed; None: grow as needed. Raises
+        SlotBusyError while the last use is outstanding, CapacityError for more than was reserved, or inside a
+        capture for a buffer that is not made yet or may grow: the graph would go on to use the old one.
         """
         self.check_free(verb, batch)
         slot = self._slots.get((verb, batch))
         if reserve is not None and nbytes > reserve:
             raise CapacityError(f"{verb} needs {nbytes} bytes, {reserve} are reserved")
-        if (slot is None or reserve is None) and self._capturing():
+        if reserve is None or slot is None or slot.buffer.numel() < nbytes:
+            self.check_not_capturing(verb, batch)
+        if reserve is None:
+            self._sweep()
+        wanted = reserve if reserve is not None and nbytes else nbytes
+        if slot is None:
+            slot = self._make(verb, batch, wanted)
+        elif slot.buffer.numel() < nbytes:
+            self._grow(slot, max(wanted, int(slot.buffer.numel() * _GROWTH)) if reserve is None else wanted)
+        return slot
+
+    @property
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def check_not_capturing(self, verb: str, batch: int) -> None:
+        """Raise CapacityError inside a capture, for what may allocate."""
+        if self.capturing:
             raise CapacityError(
                 f"{verb} of batch {batch} in a graph needs max_rows and reserve() before the capture"
             )
-        if reserve is None:
-            self._sweep()
-        if slot is None:
-            slot = self._make(verb, batch, nbytes if reserve is None else reserve)
-        elif slot.buffer.numel() < nbytes:
-            self._grow(slot, nbytes)
-        slot.generation += 1
-        return slot
-
-    def ensure(self, verb: str, batch: int, nbytes: int) -> None:
-        """Make the slot of (verb, batch) with ``nbytes`` if it isn't there."""
-        if (verb, batch) not in self._slots:
-            self._make(verb, batch, nbytes)
 
     def check_free(self, verb: str, batch: int) -> None:
         """Raise SlotBusyError while the last use of (verb, batch) is outstanding."""
-        slot = self._slots.get((verb, batch))
-        if slot is not None and slot.inputs is not None:
-            raise SlotBusyError(
-                f"{verb} of batch {batch} is still in flight: wait() for its Pending before the next call"
-            )
+        if (verb, batch) in self._slots:
+            self._slots[verb, batch].check_free()
 
     def busy(self) -> list[Slot]:
         """Return the slots whose Pending is outstanding."""
@@ -117,7 +136,10 @@ class SlotPool:
         return slot
 
     def _grow(self, slot: Slot, nbytes: int) -> None:
-        buffer = self._allocate(max(nbytes, int(slot.buffer.numel() * _GROWTH)))
+        if not slot.buffer.numel():
+            slot.buffer = self._allocate(nbytes)
+            return
+        buffer = self._allocate(nbytes)
         done = self._events.take(_owner(*slot.key))
         # The device may still use the old buffer: keep it until it has come to here. The current stream is behind
         # the comm stream's last use of it, since that was waited for.
@@ -130,14 +152,11 @@ class SlotPool:
         while self._outgrown and self._outgrown[0][1].query():
             self._events.give_back(self._outgrown.popleft()[1])
 
-    def _capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
     def _allocate(self, nbytes: int) -> torch.Tensor:
         # An inference tensor could not be written outside inference mode later.
         with torch.inference_mode(mode=False):
             buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self.buffers_made += 1
+        self.buffers_made += nbytes > 0
         return buffer
 
 

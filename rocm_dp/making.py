@@ -1,0 +1,215 @@
+"""How each verb of an exchange becomes a call: over process groups into a slot, or over peer memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+import torch
+
+from rocm_dp.calls import GroupCall, PeerCall, Wanted
+from rocm_dp.checks import SUMMED_DTYPES
+from rocm_dp.graphs import GraphPlan
+from rocm_dp.plan import PaddingMode, TokenPlan
+from rocm_dp.transports import registry
+from rocm_dp.transports.peer import MAX_FIELDS, rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rocm_dp.calls import Call
+    from rocm_dp.groups import Groups
+    from rocm_dp.layout import RankLayout
+    from rocm_dp.memory.slots import Slot, SlotPool
+    from rocm_dp.messages import MessageLayout
+    from rocm_dp.transports.peer import Launch, PeerTransport
+
+Plan: TypeAlias = "TokenPlan | GraphPlan"
+
+
+class Shape(NamedTuple):
+    """What the rows of an exchange are, and the most of them (None: any): in all, in one dp rank, in a combine."""
+
+    hidden: int
+    dtype: torch.dtype
+    device: torch.device
+    max_rows: int | None
+    max_local_rows: int | None
+    max_combine_rows: int | None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.hidden * self.dtype.itemsize
+
+
+class CallMaker:
+    """Makes the calls of one exchange. ``peer`` None: there is no peer memory."""
+
+    def __init__(
+        self, layout: RankLayout, groups: Groups, shape: Shape, slots: SlotPool, peer: PeerTransport | None
+    ) -> None:
+        self._layout, self._shape, self._slots, self._peer = layout, shape, slots, peer
+        self._transports = registry.build(layout, groups)
+
+    def wanted_local(self, plan: Plan) -> Wanted:
+        """Return what a gather takes."""
+        shape = self._shape
+        return Wanted("local", self.local_rows(plan), shape.hidden, shape.dtype, shape.device)
+
+    def wanted_partial(self, plan: Plan) -> Wanted:
+        """Return what a combine takes."""
+        shape = self._shape
+        return Wanted("partial", plan.rows, shape.hidden, shape.dtype, shape.device)
+
+    def wanted_many(self, message: MessageLayout, plan: Plan) -> list[Wanted]:
+        """Return what a gather_many takes."""
+        rows, device = self.local_rows(plan), self._shape.device
+        return [
+            Wanted(f"tensors[{index}]", rows, width, dtype, device)
+            for index, (width, dtype) in enumerate(message.fields)
+        ]
+
+    def local_rows(self, plan: Plan) -> int:
+        """Return the rows of this dp rank's tensors."""
+        return plan.per_rank_capacity if isinstance(plan, GraphPlan) else plan.counts[self._layout.dp_rank]
+
+    def gather(self, name: str, plan: Plan, batch: int, *, partial: bool) -> Call[torch.Tensor]:
+        """Return the gather of ``plan`` over transport ``name``."""
+        key, wanted = ("gather", batch), [self.wanted_local(plan)]
+        if name == "peer":
+            return self._peer_gather(key, plan, wanted, partial=partial)
+        assert not isinstance(plan, GraphPlan)
+        transport, host_plan = self._transports[name], plan
+        slot = self._slot(key, plan.rows, self._shape.max_rows)
+        out = self._view(slot, plan.rows)
+
+        def work(tensors: Sequence[torch.Tensor], _: int) -> None:
+            transport.gather(out, tensors[0], host_plan, partial=partial)
+
+        return GroupCall(f"{name}.gather", slot, wanted, work, out, fixed=self._fixed)
+
+    def combine(self, name: str, plan: Plan, batch: int) -> Call[torch.Tensor]:
+        """Return the combine of ``plan`` over transport ``name``."""
+        key, wanted = ("combine", batch), [self.wanted_partial(plan)]
+        local_rows, most = self.local_rows(plan), self._shape.max_combine_rows
+        if name == "peer":
+            slot = self._slot(key, local_rows, most)
+            own = self._view(slot, local_rows)
+            behind = local_rows if isinstance(plan, GraphPlan) else 0
+            launch = self._over_peers.combine(key, rows_of(plan), own, out_rows=behind)
+            return PeerCall("peer.combine", slot, wanted, launch, _single(launch.results), fixed=self._fixed)
+        assert not isinstance(plan, GraphPlan)
+        transport, host_plan = self._transports[name], plan
+        rows, first = transport.combine_rows(plan)
+        slot = self._slot(key, rows, most)
+        out = self._view(slot, rows)
+
+        def work(tensors: Sequence[torch.Tensor], _: int) -> None:
+            transport.combine(out, tensors[0], host_plan)
+
+        own = out[first : first + local_rows]
+        return GroupCall(f"{name}.combine", slot, wanted, work, own, fixed=self._fixed)
+
+    def many(self, name: str, message: MessageLayout, plan: Plan, batch: int) -> Call[list[torch.Tensor]]:
+        """Return the gather of the tensors of ``message``."""
+        key, wanted = (message.verb, batch), self.wanted_many(message, plan)
+        if name == "peer" and len(message.fields) <= MAX_FIELDS:
+            slot = self._slot(key, 0, self._shape.max_rows)
+            gather = self._over_peers.gather(key, rows_of(plan), message.fields)
+            return PeerCall("peer.gather_many", slot, wanted, gather, gather.results, fixed=self._fixed)
+        local_rows = self.local_rows(plan)
+        slot = self._message_slot(message, batch, local_rows, plan.rows)
+        packed, arrived, outs = message.carve(slot.buffer, local_rows, plan.rows)
+        if name == "peer":
+            bytes_ = [(message.row_bytes, torch.uint8)]
+            launch = self._over_peers.gather(key, rows_of(plan), bytes_)
+
+            def over_peers(tensors: Sequence[torch.Tensor], stream: int) -> None:
+                message.pack(packed, tensors)
+                [there] = launch.results[launch.next_slot]
+                launch((packed.data_ptr(),), stream)
+                message.unpack(outs, there)
+
+            return GroupCall("peer.gather_many", slot, wanted, over_peers, outs, fixed=self._fixed, launch=launch)
+        assert not isinstance(plan, GraphPlan)
+        transport, host_plan = self._transports[name], plan
+
+        def work(tensors: Sequence[torch.Tensor], _: int) -> None:
+            message.pack(packed, tensors)
+            transport.gather(arrived, packed, host_plan, partial=False)
+            message.unpack(outs, arrived)
+
+        return GroupCall(f"{name}.gather_many", slot, wanted, work, outs, fixed=self._fixed)
+
+    def reserve_groups(self, message: MessageLayout | None, batch: int) -> None:
+        """Make the buffers that calls of ``batch`` over process groups will need."""
+        shape = self._shape
+        assert shape.max_rows is not None
+        assert shape.max_local_rows is not None
+        self._slot(("gather", batch), shape.max_rows, shape.max_rows)
+        self._slot(("combine", batch), shape.max_combine_rows or 0, shape.max_combine_rows)
+        if message:
+            self._message_slot(message, batch, shape.max_local_rows, shape.max_rows)
+
+    def reserve_peer(self, message: MessageLayout | None, batch: int, plans: Sequence[GraphPlan]) -> None:
+        """Make the channels, and compile the kernels, that calls of ``batch`` over peer memory will need."""
+        dp, local_rows = self._layout.dp_size, self._shape.max_local_rows or 0
+        # With a plan of any rows every channel gets its full size; of few rows, a combine has another form.
+        full = TokenPlan((local_rows, *[0] * (dp - 1)), PaddingMode.SUM_LEN)
+        can_sum = self._shape.dtype in SUMMED_DTYPES
+        if can_sum:
+            self._slot(("combine", batch), local_rows, self._shape.max_combine_rows)
+            if self._layout.tp_size > 1:
+                self._slot(("gather", batch), local_rows, local_rows)
+            self.combine("peer", TokenPlan((1, *[0] * (dp - 1)), PaddingMode.SUM_LEN), batch)
+        if message and len(message.fields) > MAX_FIELDS:
+            self._message_slot(message, batch, local_rows, full.rows)
+        every: list[Plan] = [full, *plans]
+        for plan in every:
+            self.gather("peer", plan, batch, partial=False)
+            if can_sum:
+                self.gather("peer", plan, batch, partial=True)
+                self.combine("peer", plan, batch)
+            if message:
+                self.many("peer", message, plan, batch)
+
+    @property
+    def _fixed(self) -> bool:
+        return self._shape.max_rows is not None
+
+    @property
+    def _over_peers(self) -> PeerTransport:
+        assert self._peer is not None
+        return self._peer
+
+    def _peer_gather(
+        self, key: tuple[str, int], plan: Plan, wanted: list[Wanted], *, partial: bool
+    ) -> Call[torch.Tensor]:
+        shape, rows = self._shape, rows_of(plan)
+        if partial and self._layout.tp_size > 1:
+            local_rows = self.local_rows(plan)
+            slot = self._slot(key, local_rows, shape.max_local_rows)
+            launch: Launch = self._over_peers.gather_partial(key, rows, self._view(slot, local_rows))
+        else:
+            slot = self._slot(key, 0, shape.max_rows)
+            launch = self._over_peers.gather(key, rows, [(shape.hidden, shape.dtype)])
+        return PeerCall("peer.gather", slot, wanted, launch, _single(launch.results), fixed=self._fixed)
+
+    def _view(self, slot: Slot, rows: int) -> torch.Tensor:
+        return slot.view(rows, self._shape.hidden, self._shape.dtype)
+
+    def _slot(self, key: tuple[str, int], rows: int, most: int | None) -> Slot:
+        row_bytes = self._shape.row_bytes
+        return self._slots.take(*key, rows * row_bytes, reserve=None if most is None else most * row_bytes)
+
+    def _message_slot(self, message: MessageLayout, batch: int, local_rows: int, rows: int) -> Slot:
+        reserve, shape = None, self._shape
+        if shape.max_rows is not None and shape.max_local_rows is not None:
+            reserve = message.nbytes(shape.max_local_rows, shape.max_rows)
+        return self._slots.take(message.verb, batch, message.nbytes(local_rows, rows), reserve=reserve)
+
+
+def _single(results: tuple[list[torch.Tensor], list[torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what calls on a single tensor fill, for each slot."""
+    first, second = results
+    return first[0], second[0]

@@ -1,0 +1,200 @@
+"""Launches of the peer kernels, worked out once: what is left to do in a call is to fill in addresses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from rocm_dp.kernels import peer as kernels
+from rocm_dp.kernels.driver import Arguments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from rocm_dp.kernels.launch import Prepared
+    from rocm_dp.memory.channels import Channel, Channels
+
+_HEAD = 17  # numbers that both kernels begin with
+_UNALIGNED = 15
+
+
+class Field(NamedTuple):
+    """One tensor of a gather: ``width`` elements of ``dtype`` in a row, its area ``offset`` bytes into a slot."""
+
+    width: int
+    dtype: torch.dtype
+    offset: int = 0
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.width * self.dtype.itemsize
+
+
+class Job(NamedTuple):
+    """What every launch needs: its channel, the rows it moves, and who takes part, in how many blocks."""
+
+    channels: Channels
+    channel: Channel
+    rows: kernels.Rows
+    party: kernels.Party
+    blocks: int
+
+    def numbers(self, slot: int) -> list[int]:
+        """Return the numbers that both kernels begin with."""
+        party = self.party
+        head = (self.channels.table, self.channel.place, *self.rows.words())
+        return [*head, party.first, party.rank, slot, self.rows.rows, self.rows.most, self.channels.looks]
+
+
+class Settled(NamedTuple):
+    """A kernel compiled for some widths of access, and its arguments for each slot."""
+
+    form: Prepared
+    arguments: tuple[Arguments, Arguments]
+
+
+class GatherLaunch:
+    """A gather of up to four fields of a job; ``form`` compiles the kernel for the widths of access (bytes)."""
+
+    __slots__ = (
+        "_blocks",
+        "_channel",
+        "_fields",
+        "_form",
+        "_job",
+        "_memory",
+        "_settled",
+        "_usual",
+        "_widths",
+        "results",
+    )
+
+    def __init__(self, job: Job, fields: Sequence[Field], form: Callable[[tuple[int, ...]], Prepared]) -> None:
+        self._job, self._fields, self._form = job, tuple(fields), form
+        self._channel, self._memory, self._blocks = job.channel, job.channel.buffer, job.blocks
+        # What a call fills, by slot.
+        self.results = self._views(0), self._views(1)
+        self._settled: dict[tuple[int, ...], Settled] = {}
+        self._widths = tuple(kernels.vector_bytes(field.row_bytes) for field in fields)
+        self._usual = self._for([0] * len(self._fields))
+
+    @property
+    def stale(self) -> bool:
+        """Whether the channel's memory was outgrown since."""
+        return self._channel.buffer is not self._memory
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next call fills."""
+        return self._channel.slot ^ 1
+
+    def repeat_slot(self) -> None:
+        """Make the next call use the slot of the last one, as the replay of a graph may."""
+        self._channel.slot ^= 1
+
+    def holds(self, address: int) -> bool:
+        """Return whether ``address`` lies in memory that calls write."""
+        return self._channel.holds(address)
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch on the raw ``stream`` for the local rows at ``addresses``."""
+        settled = self._usual
+        for address in addresses:
+            if address & _UNALIGNED:
+                settled = self._for(addresses)
+        channel = self._channel
+        slot = channel.slot ^ 1
+        arguments = settled.arguments[slot]
+        at = _HEAD
+        for address in addresses:
+            arguments.values[at] = address
+            at += 3
+        settled.form(self._blocks, stream, arguments)
+        channel.slot = slot  # only of a call that was made
+
+    def _views(self, slot: int) -> list[torch.Tensor]:
+        rows = self._job.rows.rows
+        return [self._channel.view(slot, one.offset, rows, one.width, one.dtype) for one in self._fields]
+
+    def _for(self, addresses: Sequence[int]) -> Settled:
+        widths = tuple(kernels.vector_bytes(*pair) for pair in zip(self._widths, addresses, strict=True))
+        if widths not in self._settled:
+            both = (Arguments(self._numbers(0, widths)), Arguments(self._numbers(1, widths)))
+            self._settled[widths] = Settled(self._form(widths), both)
+        return self._settled[widths]
+
+    def _numbers(self, slot: int, widths: tuple[int, ...]) -> list[int]:
+        begin = slot * self._channel.slot_bytes
+        fields = [
+            (0, begin + field.offset, field.row_bytes // width)
+            for field, width in zip(self._fields, widths, strict=True)
+        ]
+        unused = [(0, 0, 0)] * (kernels.MAX_FIELDS - len(fields))
+        return [*self._job.numbers(slot), *(number for field in (*fields, *unused) for number in field)]
+
+
+class CombineLaunch:
+    """A combine of a job into ``out`` [*, width]; ``form`` compiles the kernel for a width of access (bytes).
+
+    ``stage_rows``: room for the rows of one sender; ``steps`` of ``turns`` turns: see the kernel. ``zero_behind``:
+    the rows of ``out`` to zero behind the own ones (0: none).
+    """
+
+    __slots__ = ("_form", "_job", "_memory", "_out", "_row_bytes", "_settled", "_tail", "_usual", "results")
+
+    def __init__(
+        self,
+        job: Job,
+        out: torch.Tensor,
+        form: Callable[[int], Prepared],
+        *,
+        stage_rows: int,
+        schedule: tuple[int, int],
+        out_rows: int,
+    ) -> None:
+        self._job, self._out, self._form = job, out, form
+        self._memory = job.channel.buffer
+        self._row_bytes = out.shape[1] * out.itemsize
+        self._tail = (stage_rows, out_rows, *schedule)
+        self._settled: dict[int, Settled] = {}
+        self._usual = self._for(0)
+        # What a call fills, by slot.
+        self.results = [out], [out]
+
+    @property
+    def stale(self) -> bool:
+        """Whether the channel's memory was outgrown since."""
+        return self._job.channel.buffer is not self._memory
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next call uses; its result is always ``out``."""
+        return self._job.channel.slot ^ 1
+
+    def holds(self, address: int) -> bool:
+        """Return whether ``address`` lies in peer memory that calls write."""
+        return self._job.channel.holds(address)
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch on the raw ``stream`` for the addends at ``addresses[0]``."""
+        (address,) = addresses
+        settled = self._for(address) if address & _UNALIGNED else self._usual
+        channel = self._job.channel
+        slot = channel.slot ^ 1
+        arguments = settled.arguments[slot]
+        arguments.values[_HEAD] = address
+        settled.form(self._job.blocks, stream, arguments)
+        channel.slot = slot
+
+    def _for(self, address: int) -> Settled:
+        width = kernels.vector_bytes(self._row_bytes, address, self._out.data_ptr())
+        if width not in self._settled:
+            both = (Arguments(self._numbers(0, width)), Arguments(self._numbers(1, width)))
+            self._settled[width] = Settled(self._form(width), both)
+        return self._settled[width]
+
+    def _numbers(self, slot: int, width: int) -> list[int]:
+        begin, vecs = slot * self._job.channel.slot_bytes, self._row_bytes // width
+        return [*self._job.numbers(slot), 0, self._out.data_ptr(), begin, vecs, *self._tail]

@@ -1,0 +1,359 @@
+"""What ranks do with an exchange over peer memory: graphs' plans, lost ranks, a self-test that fails."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeAlias
+from unittest.mock import patch
+
+import torch
+from exchange_cases import MANY, Grid, H, an_exchange, any_bits, numbers
+from peer_kernel_cases import a_device
+from rocm_dp.kernels import peer as kernels
+
+from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan, reference
+from rocm_dp.errors import (
+    CapacityError,
+    ConfigError,
+    PeerRefusedError,
+    RocmDpError,
+    TensorError,
+    TransportRefusedError,
+)
+from rocm_dp.memory import links
+from rocm_dp.memory.channels import Channels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+
+CAPACITY = 20
+MOST = 10  # rows of a dp rank
+
+
+@contextmanager
+def over_peers(
+    rank: int, grid: Grid, dtype: torch.dtype = torch.float32, *, timeout: float = 60.0, **options: object
+) -> Iterator[TokenExchange]:
+    """An exchange on peer memory alone, with all reserved, on a GPU shared with other ranks or on the CPU."""
+    layout, device = grid.layout(rank), a_device(rank)
+    chosen = Options(transport="peer", timeout=timeout, **options)  # type: ignore[arg-type]
+    with (
+        Groups.create(layout, backend="gloo", timeout=timedelta(seconds=60)) as groups,
+        TokenExchange(
+            layout,
+            groups,
+            device=device,
+            hidden=H,
+            dtype=dtype,
+            max_rows=CAPACITY,
+            max_local_rows=MOST,
+            options=chosen,
+        ) as exchange,
+    ):
+        exchange.reserve(batches=2)
+        yield exchange
+
+
+def random_counts(grid: Grid, generator: torch.Generator) -> tuple[int, ...]:
+    """Zeros, one-sided and full counts, and anything between, that fit into CAPACITY."""
+    while True:
+        counts = torch.randint(0, MOST + 1, (grid.dp,), generator=generator)
+        kind = int(torch.randint(0, 5, (), generator=generator))
+        if kind == 0:
+            counts[:] = 0
+        elif kind == 1:
+            counts[torch.rand(grid.dp, generator=generator) < 0.5] = 0
+        elif kind == 2:
+            counts[1:] = 0
+        if int(counts.sum()) <= CAPACITY:
+            return tuple(counts.tolist())
+
+
+Step: TypeAlias = "Callable[[], tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]]"
+
+
+def graph_steps(rank: int, grid: Grid, steps: int, run: Callable[[Step], Step]) -> int:
+    """One step of every verb, made once by ``run`` and repeated with other counts: how many results differ."""
+    wrong, generator = 0, torch.Generator().manual_seed(3)
+    with over_peers(rank, grid) as exchange:
+        plan = exchange.graph_plan(capacity=CAPACITY, per_rank_capacity=MOST)
+        exchange.reserve(plans=[plan], many=MANY[:4])
+        dp, device = exchange.layout.dp_rank, exchange.device
+        local = torch.zeros(MOST, H, device=device)
+        many = [torch.zeros(MOST, width, dtype=dtype, device=device) for width, dtype in MANY[:4]]
+        partial = torch.zeros(CAPACITY, H, device=device)
+
+        def step() -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+            pending = exchange.gather_async(local, plan, batch=1)
+            return exchange.combine(partial, plan), exchange.gather_many(many, plan), pending.wait()
+
+        again = run(step)
+        before = made(exchange)
+        for seed in range(steps):
+            counts = random_counts(grid, generator)
+            packed = TokenPlan(counts, PaddingMode.SUM_LEN)
+            plan.update(counts)
+            locals_ = [numbers(n, H, torch.float32, seed * 64 + d) for d, n in enumerate(counts)]
+            manys = [[any_bits(n, w, t, seed * 64 + d) for w, t in MANY[:4]] for d, n in enumerate(counts)]
+            partials = [numbers(packed.rows, H, torch.float32, seed * 64 + 32 + r) for r in range(grid.world)]
+            local[: counts[dp]] = locals_[dp].to(device)
+            for tensor, given in zip(many, manys[dp], strict=True):
+                tensor[: counts[dp]] = given.to(device)
+            partial[: packed.rows] = partials[rank].to(device)
+            combined, gathered_many, gathered = again()
+            wrong += not equal_and_zero_behind(gathered, torch.cat(locals_))
+            for index, got in enumerate(gathered_many):
+                wrong += not equal_and_zero_behind(got, torch.cat([one[index] for one in manys]))
+            mine = [p[reference.scatter_range(packed, dp)] for p in partials]
+            wrong += reference.sum_error(combined[: counts[dp]].cpu(), mine) > 1
+            wrong += bool(combined[counts[dp] :].count_nonzero())
+        assert made(exchange) == before, "events, bytes or threads were added"
+    return wrong
+
+
+def made(exchange: TokenExchange) -> tuple[object, ...]:
+    """What must not grow while a graph is replayed, the calls left out."""
+    stats = exchange.stats()
+    on_device = torch.cuda.memory_stats()["allocated_bytes.all.current"] if exchange.device.type == "cuda" else 0
+    descriptors = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - by the kernel's own list
+    return replace(stats, calls=()), threading.active_count(), descriptors, on_device
+
+
+def equal_and_zero_behind(got: torch.Tensor, want: torch.Tensor) -> bool:
+    rows = want.shape[0]
+    behind = got[rows:].contiguous().view(-1).view(torch.uint8)
+    return reference.same_bits(got[:rows].cpu(), want) and not behind.count_nonzero()
+
+
+def captured_steps(rank: int, grid: Grid, steps: int) -> int:
+    """One captured step of every verb, the comm stream within, replayed with other counts each time."""
+    graphs = []
+
+    def run(step: Step) -> Step:
+        for _ in range(3):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = step()
+        graphs.append(graph)
+
+        def again() -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+            graph.replay()
+            return results
+
+        return again
+
+    try:
+        return graph_steps(rank, grid, steps, run)
+    finally:
+        graphs.clear()
+
+
+def eager_graph_steps(rank: int, grid: Grid, steps: int) -> int:
+    """The same calls again and again, without a graph."""
+    return graph_steps(rank, grid, steps, lambda step: step)
+
+
+def bounds_of_a_graph_plan(rank: int, grid: Grid) -> list[str]:
+    """What a GraphPlan refuses; its counts stay as they were."""
+    said: list[str] = []
+
+    def expect(kind: type[RocmDpError], call: Callable[[], object]) -> None:
+        try:
+            call()
+        except kind as error:
+            said.append(str(error))
+
+    with over_peers(rank, grid) as exchange:
+        plan = exchange.graph_plan(capacity=12, per_rank_capacity=8)
+        plan.update([8] + [0] * (grid.dp - 1))
+        expect(CapacityError, lambda: plan.update([9] + [0] * (grid.dp - 1)))
+        expect(CapacityError, lambda: plan.update([8, 5]))
+        expect(ConfigError, lambda: plan.update([1]))
+        expect(ConfigError, lambda: plan.update([-1, 0]))
+        expect(ConfigError, lambda: exchange.graph_plan(capacity=0, per_rank_capacity=1))
+        expect(ConfigError, lambda: exchange.graph_plan(capacity=4, per_rank_capacity=5))
+        expect(CapacityError, lambda: exchange.graph_plan(capacity=CAPACITY + 1, per_rank_capacity=1))
+        expect(ConfigError, lambda: exchange.scatter(torch.zeros(12, H), plan))  # type: ignore[arg-type]
+        assert plan.counts.tolist() == [8] + [0] * (grid.dp - 1)
+        short = torch.zeros(7, H, device=exchange.device)
+        expect(RocmDpError, lambda: exchange.gather(short, plan))
+    return said
+
+
+def refused_graph_plan(rank: int, grid: Grid) -> str:
+    """Without peer memory no transport reads counts on the device."""
+    with an_exchange(rank, grid) as exchange:
+        try:
+            exchange.graph_plan(capacity=4, per_rank_capacity=2)
+        except TransportRefusedError as error:
+            return str(error)
+    return ""
+
+
+def a_late_rank_within_the_bound(rank: int, world: int) -> bool:
+    """A rank that comes late, but in time, is waited for."""
+    grid = Grid(world, world)
+    plan = TokenPlan((2,) * world, PaddingMode.SUM_LEN)
+    with over_peers(rank, grid, timeout=30.0) as exchange:
+        local = torch.full((2, H), float(rank), device=exchange.device)
+        if rank == 1:
+            time.sleep(0.5)
+        got = exchange.gather(local, plan)
+        return got[:, 0].tolist() == [float(r) for r in range(world) for _ in range(2)]
+
+
+def verdicts(rank: int, grid: Grid, broken: str) -> list[tuple[str, bool, str]]:
+    """What explain() says when one rank can't, or its self-test goes wrong; calls still come out right."""
+    plan = TokenPlan((2, 1), PaddingMode.SUM_LEN)
+    with _broken(broken if rank == 1 else ""), an_exchange(rank, grid) as exchange:
+        locals_ = [any_bits(n, H, torch.bfloat16, seed=d) for d, n in enumerate(plan.counts)]
+        got = exchange.gather(locals_[rank].to(exchange.device), plan)
+        assert reference.same_bits(got.cpu(), reference.gather(locals_, plan))
+        return [(one.name, one.chosen, one.reason) for one in exchange.explain(plan)]
+
+
+@contextmanager
+def _broken(what: str) -> Iterator[None]:
+    honest = kernels.two_a_word
+    breaks: dict[str, Callable[[], AbstractContextManager[object]]] = {
+        "": lambda: patch.object(os, "environ", os.environ),
+        "another host": lambda: patch.object(links, "host_id", lambda: 4711),
+        "no triton": lambda: patch.object(kernels, "peer_triton", None),
+        "wrong kernels": lambda: patch.object(
+            kernels, "two_a_word", lambda numbers: honest([max(0, number - 1) for number in numbers])
+        ),
+        "no compiler": lambda: patch.object(kernels, "look_form", side_effect=RuntimeError("no C compiler")),
+        "no memory": lambda: patch.object(Channels, "_looks_per_second", side_effect=RuntimeError("out of it")),
+        "an error": lambda: patch.object(Channels, "get", side_effect=RuntimeError("no such thing")),
+    }
+    with breaks[what]():
+        yield
+
+
+def two_exchanges_one_self_test(rank: int, grid: Grid) -> tuple[int, bool]:
+    """The self-test runs once for the groups, whatever the number of exchanges on them."""
+    layout = grid.layout(rank)
+    with Groups.create(layout) as groups:
+        made = 0
+        honest = Channels.__init__
+
+        def counted(self: Channels, *args: object, **kwargs: object) -> None:
+            nonlocal made
+            made += 1
+            honest(self, *args, **kwargs)  # type: ignore[arg-type]
+
+        with patch.object(Channels, "__init__", counted):
+            for _ in range(3):
+                TokenExchange(layout, groups, device="cpu", hidden=H, dtype=torch.float32).close()
+        return made, groups.qualified == {(torch.device("cpu"), "ipc"): ""}
+
+
+def results_outlive_the_exchange(rank: int, grid: Grid) -> bool:
+    """A result is memory of its own right: it can be read after the exchange was closed."""
+    plan = TokenPlan((2,) * grid.dp, PaddingMode.SUM_LEN)
+    with over_peers(rank, grid) as exchange:
+        got = exchange.gather(torch.full((2, H), 7.0, device=exchange.device), plan)
+    return bool((got == 7).all())
+
+
+def growing(rank: int, grid: Grid) -> tuple[int, bool]:
+    """Without max_rows channels grow, and results stay right."""
+    right = True
+    with an_exchange(rank, grid, torch.float32, transport="peer") as exchange:
+        for rows in range(1, 40, 3):
+            plan = TokenPlan((rows,) * grid.dp, PaddingMode.SUM_LEN)
+            got = exchange.gather(torch.full((rows, H), 1.0 + rank), plan)
+            right = right and got.shape[0] == plan.rows and bool((got[:rows] == 1).all())
+            out = exchange.combine(torch.ones(plan.rows, H), plan)
+            right = right and bool((out == grid.world).all())
+        return exchange.stats().growths, right
+
+
+def over_symmetric_memory(rank: int, grid: Grid) -> list[tuple[str, bool]]:
+    """The same verbs over torch's symmetric memory: what explain() says, and whether results are right."""
+    plan = TokenPlan(tuple(3 + dp for dp in range(grid.dp)), PaddingMode.SUM_LEN)
+    with an_exchange(rank, grid, torch.float32, peer_memory="symmetric") as exchange:
+        locals_ = [numbers(n, H, torch.float32, seed=dp) for dp, n in enumerate(plan.counts)]
+        local = locals_[exchange.layout.dp_rank].to(exchange.device)
+        right = all(reference.same_bits(exchange.gather(local, plan).cpu(), torch.cat(locals_)) for _ in range(20))
+        return [(exchange.explain(plan)[0].reason, right)]
+
+
+def other_slots(rank: int, grid: Grid) -> tuple[bool, bool]:
+    """Rank 0 lost a turn: whether that was told, and whether all that was not right read NaN."""
+    plan = TokenPlan((2,) * grid.dp, PaddingMode.SUM_LEN)
+    told, honest = False, True
+    try:
+        with over_peers(rank, grid, timeout=1.0) as exchange:
+            for turn in range(6):
+                if (rank, turn) == (0, 3):
+                    exchange._calls["gather", plan, 0, False]._launch._channel.slot ^= 1  # type: ignore[attr-defined]
+                locals_ = [numbers(2, H, torch.float32, seed=turn * 8 + dp) for dp in range(grid.dp)]
+                got = exchange.gather(locals_[rank].to(exchange.device), plan).cpu()
+                for part, want in zip((got[:2], got[2:]), locals_, strict=True):
+                    honest = honest and bool(torch.equal(part, want) or part.isnan().any())
+    except RocmDpError:
+        told = True
+    return told, honest
+
+
+def reserved_partial_gather(rank: int, grid: Grid) -> bool:
+    """After reserve() a gather of addends makes nothing, on the ranks of the first dp rank and of the others."""
+    plan = TokenPlan((3,) * grid.dp, PaddingMode.SUM_LEN)
+    with over_peers(rank, grid) as exchange:
+        before = made(exchange)
+        got = exchange.gather(torch.ones(3, H, device=exchange.device), plan, partial=True)
+        small = exchange.combine(torch.ones(plan.rows, H, device=exchange.device), plan)
+        right = bool((got == exchange.layout.tp_size).all()) and bool((small == grid.world).all())
+        return right and made(exchange) == before
+
+
+def a_growth_is_refused(rank: int, grid: Grid) -> tuple[str, bool]:
+    """What was there before a refused growth is there after it."""
+    with an_exchange(rank, grid, torch.float32, transport="peer") as exchange:
+
+        def gathered(rows: int) -> bool:
+            plan = TokenPlan((rows,) * grid.dp, PaddingMode.SUM_LEN)
+            got = exchange.gather(torch.full((rows, H), float(rank)), plan)
+            return got[::rows, 0].tolist() == [float(dp) for dp in range(grid.dp)]
+
+        right, said = gathered(2), ""
+        with patch.object(Channels, "_allocate", side_effect=PeerRefusedError("no memory")):
+            try:
+                gathered(64)
+            except PeerRefusedError as error:
+                said = str(error)
+        return said, right and gathered(2) and gathered(64) and exchange.stats().growths == 1
+
+
+def results_belong_to_the_caller(rank: int, grid: Grid) -> list[object]:
+    """A list that is emptied and a result of inference mode that is written stay the caller's own affair."""
+    plan = TokenPlan((2,) * grid.dp, PaddingMode.SUM_LEN)
+    seen: list[object] = []
+    with an_exchange(rank, grid, torch.float32, transport="peer") as exchange:
+        many = [torch.ones(2, 3), torch.ones(2, 1)]
+        for _ in range(4):
+            got = exchange.gather_many(many, plan)
+            seen.append(len(got))
+            got.clear()
+        with torch.inference_mode():
+            result = exchange.gather(torch.ones(2, H), plan)
+        result.mul_(2)
+        seen.append(bool((result == 2).all()))
+        whole = torch.zeros(2 * H * 4 + 1, dtype=torch.uint8)
+        odd = torch.frombuffer(whole.numpy(), dtype=torch.float32, count=2 * H, offset=1).view(2, H)
+        for wrong in (odd, torch.empty(2, H, device="meta"), torch.ones(2, 2 * H)[:, ::2]):
+            try:
+                exchange.gather(wrong, plan)
+            except TensorError as error:
+                seen.append(str(error).split(" got ")[0])
+    return seen
