@@ -10,7 +10,7 @@ from rocm_dp.kernels.launch import I32, I64, Prepared
 
 peer_triton: ModuleType | None
 try:
-    from rocm_dp.kernels import peer_triton
+    from rocm_dp.kernels import combine_triton, gather_triton, peer_triton
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
@@ -164,9 +164,13 @@ def block_bytes() -> int:
 
 def _prepared(name: str, constants: dict[str, Any]) -> Prepared:
     kernels = _kernels()
-    return Prepared(
-        getattr(kernels, name), NUMBERS[name], constants, threads=THREADS[name], interpreted=kernels.INTERPRETED
-    )
+    return Prepared(kernel(name), NUMBERS[name], constants, threads=THREADS[name], interpreted=kernels.INTERPRETED)
+
+
+def kernel(name: str) -> Any:
+    """Return the kernel of this name."""
+    homes = {"gather_rows": gather_triton, "combine_rows": combine_triton}
+    return getattr(homes.get(name, _kernels()), name)
 
 
 def _kernels() -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_dp.aot.target import WAVE, Pointer
-from rocm_dp.kernels import peer, peer_triton, rows, rows_triton
+from rocm_dp.kernels import peer, rows, rows_triton
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,7 +121,7 @@ def peer_forms() -> Iterator[Form]:
 
 
 def _peer_form(verb: str, call: str, constants: dict[str, Any], peers: int) -> Form:
-    kernel = getattr(peer_triton, verb)
+    kernel = peer.kernel(verb)
     return Form(
         verb,
         "[7168] bf16",
