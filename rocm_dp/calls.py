@@ -12,13 +12,11 @@ from rocm_dp.errors import TensorError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rocm_dp.comm_stream import SideStream
     from rocm_dp.memory.slots import Slot
     from rocm_dp.transports.peer import Launch
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
-_ODD = 15
 _POISON = 0xFF  # NaN in every float dtype
 
 
@@ -125,51 +123,25 @@ class PeerCall(Generic[T]):
         fixed: bool,
     ) -> None:
         self.name, self.slot, self.fixed = name, slot, fixed
-        self._wanted, self._launch, self._results, self._buffer = tuple(wanted), launch, results, slot.buffer
-        first = wanted[0]
-        self._shape, self._dtype = torch.Size((first.rows, first.width)), first.dtype
-        self._device = first.device
+        self.wanted, self.launch, self.results, self._buffer = tuple(wanted), launch, results, slot.buffer
 
     @property
     def stale(self) -> bool:
         """Whether the channel's memory or the slot's buffer was outgrown since."""
-        return self._launch.stale or self.slot.buffer is not self._buffer
-
-    def quick(self, tensor: torch.Tensor, side: SideStream) -> T | None:
-        """Run on a tensor as it mostly comes; return what is filled, or None, having done nothing, when unsure."""
-        slot, launch = self.slot, self._launch
-        if (
-            slot.inputs is not None
-            or not isinstance(tensor, torch.Tensor)
-            or tensor.shape != self._shape
-            or tensor.dtype is not self._dtype
-            or tensor.device != self._device
-            or not tensor.is_contiguous()
-            or tensor.is_neg()
-            or tensor.is_conj()
-        ):
-            return None
-        address = tensor.data_ptr()
-        stream = side.settled()
-        if stream is None or address & _ODD or launch.holds(address) or slot.holds_address(address):
-            return None
-        slot.generation += 1
-        result = self._results[launch.next_slot]
-        launch((address,), stream)
-        return result
+        return self.launch.stale or self.slot.buffer is not self._buffer
 
     def checked(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return the tensors as the call takes them."""
-        checked = [wanted.check(tensor) for wanted, tensor in zip(self._wanted, tensors, strict=True)]
+        checked = [wanted.check(tensor) for wanted, tensor in zip(self.wanted, tensors, strict=True)]
         for tensor in checked:
             address = tensor.data_ptr()
-            if tensor.numel() and (self._launch.holds(address) or self.slot.holds_address(address)):
+            if tensor.numel() and (self.launch.holds(address) or self.slot.holds_address(address)):
                 raise _alias(self.slot)
         return checked
 
     def result(self) -> T:
         """Return what the next ``run`` fills."""
-        return _as_callers_own(self._results[self._launch.next_slot])
+        return _as_callers_own(self.results[self.launch.next_slot])
 
     def poison(self) -> None:
         """Fill what the next ``run`` writes; no peer may have begun to write there."""
@@ -178,7 +150,7 @@ class PeerCall(Generic[T]):
 
     def run(self, tensors: Sequence[torch.Tensor], stream: int) -> None:
         """Launch on the raw ``stream``."""
-        self._launch([tensor.data_ptr() for tensor in tensors], stream)
+        self.launch([tensor.data_ptr() for tensor in tensors], stream)
 
 
 def _as_callers_own(result: T) -> T:

@@ -48,7 +48,10 @@ class Op(IntEnum):
 
 
 class Control:
-    """The control plane over one gloo group. Calls are collective; after a rank was lost it can't be used again."""
+    """The control plane over one gloo group. Calls are collective; after a rank was lost it can't be used again.
+
+    ``failure`` says what was lost then.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # A group with a backend for each kind of device says "cpu:gloo,cuda:nccl", or only "undefined".
@@ -59,7 +62,7 @@ class Control:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._mine = torch.zeros(WORDS, dtype=torch.int64)
         self._all = torch.zeros(self._size, WORDS, dtype=torch.int64)
-        self._failure: str | None = None
+        self.failure: str | None = None
 
     def call(self, op: Op, fields: Mapping[str, int]) -> list[dict[str, int]]:
         """Send this rank's ``fields`` (int64 each, at most 14) and return those of every rank, by rank.
@@ -105,18 +108,13 @@ class Control:
         except (RuntimeError, AttributeError, KeyError) as error:
             doing += f" (the store is gone too: {type(error).__name__})"
         lines = "; ".join(f"rank {rank}: {line}" for rank, line in said.items())
-        self._failure = f"a collective failed or timed out in {doing}"
-        return RankMismatchError(f"{self._failure}; {lines}", said)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a rank was lost."""
-        return self._failure is not None
+        self.failure = f"a collective failed or timed out in {doing}"
+        return RankMismatchError(f"{self.failure}; {lines}", said)
 
     def check_usable(self) -> None:
         """Raise ClosedError after a rank was lost: whoever noticed, nobody on these groups should wait again."""
-        if self._failure:
-            raise ClosedError(f"these groups can't be used after: {self._failure}")
+        if self.failure:
+            raise ClosedError(f"these groups can't be used after: {self.failure}")
 
     def _gather(self, every: list[torch.Tensor], mine: torch.Tensor, doing: str) -> None:
         try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from rocm_dp import routing
+from rocm_dp.calls import PeerCall
 from rocm_dp.comm_stream import side_stream
 from rocm_dp.control import Op
 from rocm_dp.errors import CapacityError, ClosedError, ConfigError, PeerTimeoutError
@@ -19,6 +20,7 @@ from rocm_dp.memory.slots import SlotPool
 from rocm_dp.options import ExchangeStats
 from rocm_dp.pending import Pending
 from rocm_dp.plan import digest64
+from rocm_dp.quick import quick_way
 from rocm_dp.transports import qualify
 from rocm_dp.transports.collectives import CollectiveFailedError
 from rocm_dp.transports.peer import PeerTransport, Room
@@ -26,7 +28,7 @@ from rocm_dp.transports.peer import PeerTransport, Room
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rocm_dp.calls import Call, PeerCall
+    from rocm_dp.calls import Call
     from rocm_dp.comm_stream import SideStream
     from rocm_dp.groups import Groups
     from rocm_dp.options import Options
@@ -66,7 +68,6 @@ class Dispatcher:
             raise
         self.slots = SlotPool(device, self._side.events)
         self._calls: Counter[str] = Counter()
-        self.can_be_quick = self._channels is not None and not (options.confirm_calls or options.poison)
         self._closed, self._told = "", False
 
     def check_open(self) -> None:
@@ -120,14 +121,12 @@ class Dispatcher:
             fields = {"verb": digest64(verb.encode()), "digest": plan.digest, "batch": batch, "partial": partial}
             self._groups.control.call_equal(op, fields, shown={"verb": verb, "digest": plan})
 
-    def quick(self, call: PeerCall[T], tensor: torch.Tensor) -> T | None:
-        """Run a call that was made already and whose memory can't move; None, with nothing done, when unsure."""
-        if self._closed or self._groups.control.failed or self._groups.closed or self._channels_late():
+    def quick(self, call: Call[T]) -> Callable[[torch.Tensor], T | None] | None:
+        """Return a short way to make ``call`` again; None where there is none."""
+        watched = self._options.confirm_calls or self._options.poison
+        if watched or self._channels is None or not isinstance(call, PeerCall) or not call.fixed:
             return None
-        result = call.quick(tensor, self._side)
-        if result is not None:
-            self._calls[call.name] += 1
-        return result
+        return quick_way(call, side=self._side, groups=self._groups, channels=self._channels, count=self._calls)
 
     def run(self, call: Call[T], tensors: Sequence[torch.Tensor]) -> T:
         """Run ``call`` on the current stream, after every launch so far; return what it fills."""

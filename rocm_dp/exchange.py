@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rocm_dp.calls import PeerCall
 from rocm_dp.checks import check_summed, checked_rows
 from rocm_dp.control import Op
 from rocm_dp.dispatch import Dispatcher
@@ -100,7 +99,7 @@ class TokenExchange(GroupVerbs):
         self._maker = CallMaker(layout, groups, shape, self._dispatch.slots, self._dispatch.peer)
         self._calls: dict[tuple[object, ...], Call[Any]] = {}
         # Those of them that can be launched again without a second look at anything but the tensor.
-        self._quick: dict[tuple[object, ...], PeerCall[torch.Tensor]] = {}
+        self._quick: dict[tuple[object, ...], Callable[[torch.Tensor], Any]] = {}
         self._messages: dict[tuple[tuple[int, torch.dtype], ...], MessageLayout] = {}
 
     def gather(
@@ -111,8 +110,10 @@ class TokenExchange(GroupVerbs):
         ``partial``: the ranks of an attention-tp group hold addends of the rows, not copies of them.
         """
         quick = self._quick.get(("gather", plan, batch, partial))
-        if quick is not None and (result := self._dispatch.quick(quick, local)) is not None:
-            return result
+        if quick is not None:
+            result: torch.Tensor | None = quick(local)
+            if result is not None:
+                return result
         return self._dispatch.run(self._gather(local, plan, batch, partial=partial), (local,))
 
     def gather_async(
@@ -124,8 +125,10 @@ class TokenExchange(GroupVerbs):
     def combine(self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
         """Sum ``partial`` [G, H] over all ranks; return this dp rank's rows [L, H], on the current stream."""
         quick = self._quick.get(("combine", plan, batch))
-        if quick is not None and (result := self._dispatch.quick(quick, partial)) is not None:
-            return result
+        if quick is not None:
+            result: torch.Tensor | None = quick(partial)
+            if result is not None:
+                return result
         return self._dispatch.run(self._combine(partial, plan, batch), (partial,))
 
     def combine_async(
@@ -291,8 +294,9 @@ class TokenExchange(GroupVerbs):
             if len(self._calls) >= _CALLS_KEPT:
                 self._forget()
             call = self._calls[key] = make(name)
-            if self._dispatch.can_be_quick and isinstance(call, PeerCall) and call.fixed:
-                self._quick[key] = call
+            quick = self._dispatch.quick(call)
+            if quick is not None:
+                self._quick[key] = quick
         return call
 
     def _forget(self) -> None:

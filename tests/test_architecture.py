@@ -36,6 +36,7 @@ ROOMS = (
     ("transports",),
     ("routing", "agreement", "group_verbs", "messages"),
     ("calls",),
+    ("quick",),
     ("making",),
     ("dispatch",),
     ("exchange",),

@@ -46,6 +46,12 @@ class Channel:
         """Return whether ``address`` lies in this rank's memory of the channel."""
         return 0 <= address - self.buffer.tensor.data_ptr() < 2 * self.slot_bytes
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """Where this rank's memory of the channel begins and ends."""
+        begin = self.buffer.tensor.data_ptr()
+        return begin, begin + 2 * self.slot_bytes
+
     def view(self, slot: int, offset: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, width] of ``dtype``, ``offset`` bytes into ``slot``."""
         begin = slot * self.slot_bytes + offset
@@ -78,7 +84,7 @@ class Channels:
                 self._word = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
                 self._table[0, 1] = self._word.data_ptr()
             # Read before every call: through ctypes it costs a tenth of a microsecond.
-            self._late = ctypes.c_int64.from_address(self._word.data_ptr())
+            self.late_word = ctypes.c_int64.from_address(self._word.data_ptr())
             self.table = self._table.data_ptr()
             self.looks = max(1, int(timeout * self._looks_per_second()))
         except BaseException:
@@ -88,7 +94,7 @@ class Channels:
     @property
     def late(self) -> bool:
         """Whether a kernel's wait has run out; no call to the device."""
-        return self._late.value != 0
+        return self.late_word.value != 0
 
     @property
     def nbytes(self) -> int:

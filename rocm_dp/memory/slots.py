@@ -47,6 +47,12 @@ class Slot:
         """Return whether ``address`` lies in the buffer."""
         return 0 <= address - self.buffer.data_ptr() < self.buffer.numel()
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """Where the buffer begins and ends."""
+        begin = self.buffer.data_ptr()
+        return begin, begin + self.buffer.numel()
+
     def view(self, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the first ``rows`` rows of ``width`` elements as a contiguous tensor over the buffer."""
         return self.buffer[: rows * width * dtype.itemsize].view(dtype).view(rows, width)

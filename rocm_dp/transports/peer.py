@@ -177,6 +177,16 @@ class Chain:
         """Return whether ``address`` lies in peer memory that calls write."""
         return self._first.holds(address) or self._then.holds(address)
 
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The peer memory of this rank that calls write."""
+        return (*self._first.ranges, *self._then.ranges)
+
+    def one(self, address: int, stream: int) -> None:
+        """Launch both on the raw ``stream`` for the addends at an aligned ``address``."""
+        self._first.one(address, stream)
+        self._then(self._address, stream)
+
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         """Launch both on the raw ``stream``."""
         self._first(addresses, stream)

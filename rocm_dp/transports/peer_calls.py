@@ -90,6 +90,20 @@ class GatherLaunch:
         """The slot that the next call fills."""
         return self._channel.slot ^ 1
 
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The memory of this rank that calls write."""
+        return (self._channel.range,)
+
+    def one(self, address: int, stream: int) -> None:
+        """Launch on the raw ``stream`` for the local rows of the only field, at an aligned ``address``."""
+        channel, (form, both) = self._channel, self._usual
+        slot = channel.slot ^ 1
+        arguments = both[slot]
+        arguments.values[_HEAD] = address
+        form(self._blocks, stream, arguments)
+        channel.slot = slot
+
     def repeat_slot(self) -> None:
         """Make the next call use the slot of the last one, as the replay of a graph may."""
         self._channel.slot ^= 1
@@ -176,6 +190,20 @@ class CombineLaunch:
     def holds(self, address: int) -> bool:
         """Return whether ``address`` lies in peer memory that calls write."""
         return self._job.channel.holds(address)
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The peer memory of this rank that calls write."""
+        return (self._job.channel.range,)
+
+    def one(self, address: int, stream: int) -> None:
+        """Launch on the raw ``stream`` for the addends at an aligned ``address``."""
+        channel, (form, both) = self._job.channel, self._usual
+        slot = channel.slot ^ 1
+        arguments = both[slot]
+        arguments.values[_HEAD] = address
+        form(self._job.blocks, stream, arguments)
+        channel.slot = slot
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         """Launch on the raw ``stream`` for the addends at ``addresses[0]``."""
