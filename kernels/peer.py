@@ -10,7 +10,7 @@ from rocm_dp.kernels.launch import I32, I64, Prepared
 
 peer_triton: ModuleType | None
 try:
-    from rocm_dp.kernels import combine_triton, gather_triton, peer_triton
+    from rocm_dp.kernels import combine_triton, gather_triton, peer_triton, pull_triton
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HEAD = 5  # words of a channel in the table, before the addresses of buffers and pads
 MAX_RANKS = 8  # counts travel with a launch, two in each of four words
 MAX_FIELDS = 4
-THREADS = {"gather_rows": 256, "combine_rows": 512, "write_counts": 64, "look": 256}
+THREADS = {"gather_rows": 256, "combine_rows": 512, "pull_rows": 512, "write_counts": 64, "look": 256}
 _BLOCK = 16384  # bytes that a block moves at once
 _INTERPRETED_BLOCK = 512
 _WIDEST = 16  # bytes of an access
@@ -36,6 +36,7 @@ _COMMON = (I64, I64, I64, *[I64] * 8, *[I32] * 5, I64)
 NUMBERS = {
     "gather_rows": (*_COMMON, *[I64, I64, I32] * MAX_FIELDS),
     "combine_rows": (*_COMMON, I64, I64, I64, *[I32] * 5),
+    "pull_rows": (*_COMMON, I64, I32, I32),
     "write_counts": (I64,) * 5,
     "look": (I64, I32, I64),
 }
@@ -142,6 +143,18 @@ def combine_form(party: Party, width: int, dtype: torch.dtype, *, on_device: boo
     return _prepared("combine_rows", constants)
 
 
+def pull_constants(party: Party, width: int, dtype: torch.dtype, *, on_device: bool) -> dict[str, Any]:
+    """Return the compile-time numbers of a pull of rows that allow accesses of ``width`` bytes."""
+    constants = combine_constants(party, width, dtype, on_device=on_device)
+    del constants["STEPPED"]
+    return constants
+
+
+def pull_form(party: Party, width: int, dtype: torch.dtype, *, on_device: bool) -> Prepared:
+    """Return the pull of rows of ``dtype`` that allow accesses of ``width`` bytes."""
+    return _prepared("pull_rows", pull_constants(party, width, dtype, on_device=on_device))
+
+
 def counts_form(dp: int) -> Prepared:
     """Return the kernel that writes counts of the launch to the device."""
     return _prepared("write_counts", {"DP": dp, "DP_POW2": _power_of_2(dp)})
@@ -169,7 +182,7 @@ def _prepared(name: str, constants: dict[str, Any]) -> Prepared:
 
 def kernel(name: str) -> Any:
     """Return the kernel of this name."""
-    homes = {"gather_rows": gather_triton, "combine_rows": combine_triton}
+    homes = {"gather_rows": gather_triton, "combine_rows": combine_triton, "pull_rows": pull_triton}
     return getattr(homes.get(name, _kernels()), name)
 
 

@@ -9,7 +9,7 @@ import torch
 from rocm_dp.checks import check_summed, checked_rows
 from rocm_dp.control import Op
 from rocm_dp.dispatch import Dispatcher
-from rocm_dp.errors import ConfigError
+from rocm_dp.errors import ConfigError, TransportRefusedError
 from rocm_dp.graphs import GraphPlan
 from rocm_dp.group_verbs import GroupVerbs
 from rocm_dp.making import CallMaker, Shape
@@ -101,6 +101,7 @@ class TokenExchange(GroupVerbs):
         # Those of them that can be launched again without a second look at anything but the tensor.
         self._quick: dict[tuple[object, ...], Callable[[torch.Tensor], Any]] = {}
         self._messages: dict[tuple[tuple[int, torch.dtype], ...], MessageLayout] = {}
+        self._inputs: dict[int, int] = {}  # where the combine_input of each batch begins
 
     def gather(
         self, local: torch.Tensor, plan: TokenPlan | GraphPlan, *, partial: bool = False, batch: int = 0
@@ -124,7 +125,7 @@ class TokenExchange(GroupVerbs):
 
     def combine(self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
         """Sum ``partial`` [G, H] over all ranks; return this dp rank's rows [L, H], on the current stream."""
-        quick = self._quick.get(("combine", plan, batch))
+        quick = self._quick.get(("combine", plan, batch, self._pulled(partial, batch)))
         if quick is not None:
             result: torch.Tensor | None = quick(partial)
             if result is not None:
@@ -136,6 +137,24 @@ class TokenExchange(GroupVerbs):
     ) -> Pending[torch.Tensor]:
         """Like ``combine``, on the comm stream. Raises SlotBusyError while (combine, batch) is in flight."""
         return self._dispatch.launch(self._combine(partial, plan, batch), (partial,))
+
+    def combine_input(self, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
+        """Return a [G, H] buffer that all ranks can read, for experts to write their output to.
+
+        ``combine`` of this very tensor needs no push: each owner reads its rows from all ranks and sums. It is this
+        rank's to write until that call, and again behind it on its stream. On AMD, whose links are better written
+        than read, combine pushes from it as from any other. Collective on the first use of a batch. Raises
+        TransportRefusedError where ``plan`` does not go over peer memory.
+        """
+        self._dispatch.check_plan(plan)
+        check_summed("combine", self.dtype)
+        name = self._dispatch.route(plan)
+        if name != "peer":
+            raise TransportRefusedError(f"combine_input needs peer memory, {name} carries this plan")
+        found = self._maker.combine_input(plan, batch)
+        if torch.version.hip is None:
+            self._inputs[batch] = found.data_ptr()
+        return found
 
     def gather_many(
         self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, *, batch: int = 0
@@ -254,10 +273,18 @@ class TokenExchange(GroupVerbs):
             check_summed("combine", self.dtype)
             self._maker.wanted_partial(plan).check(partial)
 
-        def make(name: str) -> Call[torch.Tensor]:
-            return self._maker.combine(name, plan, batch)
+        pulled = self._pulled(partial, batch)
 
-        return self._call(("combine", plan, batch), (Op.COMBINE, "combine", False), admit, make)
+        def make(name: str) -> Call[torch.Tensor]:
+            return self._maker.combine(name, plan, batch, pulled=pulled)
+
+        return self._call(("combine", plan, batch, pulled), (Op.COMBINE, "combine", pulled), admit, make)
+
+    def _pulled(self, partial: torch.Tensor, batch: int) -> bool:
+        """Whether ``partial`` is the combine_input of this batch."""
+        if batch not in self._inputs or not isinstance(partial, torch.Tensor):
+            return False
+        return partial.numel() > 0 and partial.data_ptr() == self._inputs[batch]
 
     def _many(
         self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, batch: int

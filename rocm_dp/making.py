@@ -88,15 +88,21 @@ class CallMaker:
 
         return GroupCall(f"{name}.gather", slot, wanted, work, out, fixed=self._fixed)
 
-    def combine(self, name: str, plan: Plan, batch: int) -> Call[torch.Tensor]:
-        """Return the combine of ``plan`` over transport ``name``."""
+    def combine_input(self, plan: Plan, batch: int) -> torch.Tensor:
+        """Return the [G, H] of peer memory from which a pulled combine reads."""
+        shape = self._shape
+        return self._over_peers.input_of(("combine", batch), rows_of(plan), shape.hidden, shape.dtype)
+
+    def combine(self, name: str, plan: Plan, batch: int, *, pulled: bool = False) -> Call[torch.Tensor]:
+        """Return the combine of ``plan`` over transport ``name``; ``pulled``: of what lies in ``combine_input``."""
         key, wanted = ("combine", batch), [self.wanted_partial(plan)]
         local_rows, most = self.local_rows(plan), self._shape.max_combine_rows
         if name == "peer":
             slot = self._slot(key, local_rows, most)
             own = self._view(slot, local_rows)
             behind = local_rows if isinstance(plan, GraphPlan) else 0
-            launch = self._over_peers.combine(key, rows_of(plan), own, out_rows=behind)
+            make = self._over_peers.pull if pulled else self._over_peers.combine
+            launch = make(key, rows_of(plan), own, out_rows=behind)
             return PeerCall("peer.combine", slot, wanted, launch, _single(launch.results), fixed=self._fixed)
         assert not isinstance(plan, GraphPlan)
         transport, host_plan = self._transports[name], plan

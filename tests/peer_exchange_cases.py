@@ -357,3 +357,35 @@ def results_belong_to_the_caller(rank: int, grid: Grid) -> list[object]:
             except TensorError as error:
                 seen.append(str(error).split(" got ")[0])
     return seen
+
+
+def pulled_combines(rank: int, grid: Grid, steps: int) -> tuple[int, int, dict[str, int]]:
+    """Combines of what was written where all can read it, pushed ones between: how many differ, and the epochs."""
+    wrong, generator = 0, torch.Generator().manual_seed(8)
+    with over_peers(rank, grid) as exchange:
+        for step in range(steps):
+            plan = TokenPlan(random_counts(grid, generator), PaddingMode.SUM_LEN)
+            partials = [numbers(plan.rows, H, torch.float32, seed=step * 64 + r) for r in range(grid.world)]
+            given = exchange.combine_input(plan)
+            given.copy_(partials[rank])
+            if rank == 0:
+                time.sleep(0.02)
+            own = [p[reference.scatter_range(plan, exchange.layout.dp_rank)] for p in partials]
+            wrong += reference.sum_error(exchange.combine(given, plan).cpu(), own) > 1
+            # At once: nobody may still be reading it.
+            given.fill_(float("nan"))
+            pushed = exchange.combine(partials[rank].to(exchange.device), plan)
+            wrong += reference.sum_error(pushed.cpu(), own) > 1
+        channels = exchange._dispatch._channels
+        assert channels is not None
+        place = channels._made["combine input", 0].place // channels._table.shape[1]
+        return wrong, int(channels._table[place, 0]), dict(exchange.stats().calls)
+
+
+def no_combine_input(rank: int, grid: Grid) -> str:
+    with an_exchange(rank, grid) as exchange:
+        try:
+            exchange.combine_input(TokenPlan((2,) * grid.dp, PaddingMode.SUM_LEN))
+        except TransportRefusedError as error:
+            return str(error)
+    return ""

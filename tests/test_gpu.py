@@ -157,6 +157,7 @@ def test_peer_memory_serves_any_world_of_up_to_8_ranks(crowd: Callable[[int], Ra
     assert pool.run(peer_kernel_cases.partial_gathers, grid, steps) == [0] * grid.world
     assert pool.run(peer_kernel_cases.counts_on_the_device, grid, steps) == [0] * grid.world
     assert pool.run(peer_exchange_cases.captured_steps, grid, steps) == [0] * grid.world
+    assert {wrong for wrong, _, _ in pool.run(peer_exchange_cases.pulled_combines, grid, steps)} == {0}
 
 
 def test_one_graph_replayed_10000_times_with_other_counts_is_right_every_time(pair: RankPool) -> None:

@@ -19,7 +19,7 @@ import bad_kernels
 import pytest
 import torch
 import triton
-from rocm_dp.kernels import combine_triton, gather_triton, peer, peer_triton, rows, rows_triton
+from rocm_dp.kernels import combine_triton, gather_triton, peer, peer_triton, pull_triton, rows, rows_triton
 from rocm_dp.kernels.launch import Launcher
 
 from rocm_dp import PaddingMode, RankLayout, TokenPlan
@@ -66,7 +66,7 @@ def test_no_kernel_has_a_fault_on_either_architecture(tmp_path: Path) -> None:
     with RankPool(len(ARCHES), backend="gloo", timeout=280.0) as pool:
         answers = pool.run(judged_here, str(tmp_path))
     for found in answers:
-        assert found["verbs"] == {*VERBS, "compact_rows", "expand_rows", "gather_rows", "combine_rows"}
+        assert found["verbs"] == {*VERBS, "compact_rows", "expand_rows", "gather_rows", "combine_rows", "pull_rows"}
         assert found["faults"] == []
         assert found["forms"] == len(list(all_forms()))
         # Forms whose rows differ only in what a launch passes as a number share their code.
@@ -143,7 +143,7 @@ def test_every_kernel_of_the_folder_is_in_the_catalog() -> None:
     # Those two move no rows: one writes the counts of a graph's plan, the other times a look at a flag.
     judged = {form.kernel.__name__ for form in all_forms()} | {"write_counts", "look"}
     launched = set()
-    for module in (rows_triton, peer_triton, gather_triton, combine_triton):
+    for module in (rows_triton, peer_triton, gather_triton, combine_triton, pull_triton):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         for name in (node.name for node in tree.body if isinstance(node, ast.FunctionDef)):
             # What other kernels call has no numbers of a launch, so nothing exempt from specialisation.
@@ -151,7 +151,7 @@ def test_every_kernel_of_the_folder_is_in_the_catalog() -> None:
                 launched |= {name} if any(param.do_not_specialize for param in made.params) else set()
     assert judged == launched
     files = {path.stem for path in Path(rows_triton.__file__).parent.glob("*_triton.py")}
-    assert files == {"rows_triton", "peer_triton", "gather_triton", "combine_triton"}
+    assert files == {"rows_triton", "peer_triton", "gather_triton", "combine_triton", "pull_triton"}
 
 
 def test_wave32_and_missing_metadata_are_caught() -> None:

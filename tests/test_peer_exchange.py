@@ -217,3 +217,21 @@ def test_results_belong_to_the_caller_and_odd_tensors_are_refused(interpreted: R
             "local must be on cpu,",
             f"local must be a contiguous [2, {H}] tensor,",
         ]
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 2), pytest.param(Grid(4, 2), marks=pytest.mark.soak)], ids=str)
+def test_addends_that_all_can_read_are_pulled_and_may_be_overwritten_at_once(
+    interpreted: Ranks, grid: Grid
+) -> None:
+    steps = 6
+    for wrong, epoch, calls in interpreted(grid.world).run(cases.pulled_combines, grid, steps):
+        assert wrong == 0
+        assert calls["peer.combine"] == 2 * steps
+        # Two waits for each that had rows: all have written, all have read.
+        assert epoch % 2 == 0
+        assert 0 < epoch <= 2 * steps
+
+
+def test_without_peer_memory_there_is_nothing_to_pull_from(ranks: Ranks) -> None:
+    said = ranks(2).run(cases.no_combine_input, PAIR)
+    assert set(said) == {"combine_input needs peer memory, all_gather carries this plan"}

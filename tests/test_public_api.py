@@ -117,6 +117,7 @@ METHODS = {
         "gather_many_async": f"(self, {MANY}) -> 'Pending[list[torch.Tensor]]'",
         "combine": f"(self, {COMBINE}) -> 'torch.Tensor'",
         "combine_async": f"(self, {COMBINE}) -> 'Pending[torch.Tensor]'",
+        "combine_input": "(self, plan: 'TokenPlan | GraphPlan', *, batch: 'int' = 0) -> 'torch.Tensor'",
         "scatter": "(self, full: 'torch.Tensor', plan: 'TokenPlan') -> 'torch.Tensor'",
         "graph_plan": "(self, *, capacity: 'int', per_rank_capacity: 'int') -> 'GraphPlan'",
         "reserve": (

@@ -105,6 +105,8 @@ def peer_forms() -> Iterator[Form]:
         yield _peer_form("gather_rows", call, peer.gather_constants(party, one, on_device=on_device), world)
         sums = peer.combine_constants(party, MOST_BYTES, torch.bfloat16, on_device=on_device)
         yield _peer_form("combine_rows", call, sums, world)
+        pulls = peer.pull_constants(party, MOST_BYTES, torch.bfloat16, on_device=on_device)
+        yield _peer_form("pull_rows", call, pulls, world)
     for on_device in (False, True):
         world = WORLDS[-1]
         fields = (MOST_BYTES,) * peer.MAX_FIELDS

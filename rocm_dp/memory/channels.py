@@ -34,23 +34,23 @@ class Late(NamedTuple):
 
 
 class Channel:
-    """The peer memory of one (verb, batch): two slots of ``slot_bytes`` on every rank, used in turns."""
+    """The peer memory of one (verb, batch): ``slots`` of ``slot_bytes`` on every rank; two are used in turns."""
 
-    __slots__ = ("buffer", "key", "place", "slot", "slot_bytes")
+    __slots__ = ("buffer", "key", "place", "slot", "slot_bytes", "slots")
 
-    def __init__(self, key: tuple[str, int], place: int, buffer: PeerBuffer, slot_bytes: int) -> None:
-        self.key, self.place, self.buffer, self.slot_bytes = key, place, buffer, slot_bytes
+    def __init__(self, key: tuple[str, int], place: int, buffer: PeerBuffer, slot_bytes: int, slots: int) -> None:
+        self.key, self.place, self.buffer, self.slot_bytes, self.slots = key, place, buffer, slot_bytes, slots
         self.slot = 1  # the one used last; the kernel's own note of it begins with 1 too
 
     def holds(self, address: int) -> bool:
         """Return whether ``address`` lies in this rank's memory of the channel."""
-        return 0 <= address - self.buffer.tensor.data_ptr() < 2 * self.slot_bytes
+        return 0 <= address - self.buffer.tensor.data_ptr() < self.slots * self.slot_bytes
 
     @property
     def range(self) -> tuple[int, int]:
         """Where this rank's memory of the channel begins and ends."""
         begin = self.buffer.tensor.data_ptr()
-        return begin, begin + 2 * self.slot_bytes
+        return begin, begin + self.slots * self.slot_bytes
 
     def view(self, slot: int, offset: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, width] of ``dtype``, ``offset`` bytes into ``slot``."""
@@ -101,7 +101,7 @@ class Channels:
         """Bytes of this rank's channels."""
         return sum(channel.buffer.tensor.numel() for channel in self._made.values())
 
-    def get(self, key: tuple[str, int], nbytes: int, *, reserve: int | None) -> Channel:
+    def get(self, key: tuple[str, int], nbytes: int, *, reserve: int | None, slots: int = 2) -> Channel:
         """Return the channel with room for ``nbytes`` in each slot; made or grown at need, by all ranks at once.
 
         ``reserve``: bytes to allocate once and for all (None: grow). Raises CapacityError for more than that,
@@ -118,7 +118,7 @@ class Channels:
             return channel
         wanted = nbytes if reserve is None else reserve
         if channel is None:
-            return self._make(key, wanted)
+            return self._make(key, wanted, slots)
         self._grow(channel, max(wanted, int(channel.slot_bytes * _GROWTH)))
         return channel
 
@@ -139,13 +139,13 @@ class Channels:
         self._pads.close(collective=collective)
         self._made.clear()
 
-    def _make(self, key: tuple[str, int], nbytes: int) -> Channel:
+    def _make(self, key: tuple[str, int], nbytes: int, slots: int) -> Channel:
         row = len(self._made) + 1
         if row > MAX_CHANNELS:
             raise CapacityError(f"{key[0]} of batch {key[1]} needs a channel, all {MAX_CHANNELS} are in use")
         slot_bytes = -(-nbytes // _ALIGN) * _ALIGN
-        buffer = self._allocate(slot_bytes)
-        channel = Channel(key, row * self._table.shape[1], buffer, slot_bytes)
+        buffer = self._allocate(slots * slot_bytes)
+        channel = Channel(key, row * self._table.shape[1], buffer, slot_bytes, slots)
         pads = self._pads.addresses + row * LANES * self._ranks * 8
         start = [0, 0, 1, 0, 0]
         with torch.inference_mode(mode=False):
@@ -158,7 +158,7 @@ class Channels:
     def _grow(self, channel: Channel, nbytes: int) -> None:
         # Every rank is here with the same plan. What can fail comes first: the old memory is good until then.
         slot_bytes = -(-nbytes // _ALIGN) * _ALIGN
-        grown, outgrown = self._allocate(slot_bytes), channel.buffer
+        grown, outgrown = self._allocate(channel.slots * slot_bytes), channel.buffer
         self._settle()
         row = channel.place // self._table.shape[1]
         with torch.inference_mode(mode=False):
@@ -169,10 +169,9 @@ class Channels:
         # It waits for the device, so no kernel uses the old memory.
         outgrown.close()
 
-    def _allocate(self, slot_bytes: int) -> PeerBuffer:
+    def _allocate(self, nbytes: int) -> PeerBuffer:
         self.buffers_made += 1
-        nbytes = max(_ALIGN, 2 * slot_bytes)
-        return PeerBuffer(nbytes, groups=self._groups, device=self.device, kind=self._kind)
+        return PeerBuffer(max(_ALIGN, nbytes), groups=self._groups, device=self.device, kind=self._kind)
 
     def _settle(self) -> None:
         """Let the table reach the device before any stream's kernel reads it."""

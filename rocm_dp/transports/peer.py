@@ -16,14 +16,14 @@ from rocm_dp.graphs import GraphPlan
 from rocm_dp.kernels import peer as kernels
 from rocm_dp.kernels.launch import on_device
 from rocm_dp.plan import MAX_ROWS
-from rocm_dp.transports.peer_calls import CombineLaunch, Field, GatherLaunch, Job
+from rocm_dp.transports.peer_calls import CombineLaunch, Field, GatherLaunch, Job, PullLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rocm_dp.kernels.launch import Prepared
     from rocm_dp.layout import RankLayout
-    from rocm_dp.memory.channels import Channels
+    from rocm_dp.memory.channels import Channel, Channels
     from rocm_dp.plan import TokenPlan
 
 MAX_FIELDS = kernels.MAX_FIELDS
@@ -34,7 +34,7 @@ _STEP_BYTES = 4 * 2**20  # what a step must move at least to be worth one more w
 
 
 Key: TypeAlias = "tuple[str, int]"
-Launch: TypeAlias = "GatherLaunch | CombineLaunch | Chain"
+Launch: TypeAlias = "GatherLaunch | CombineLaunch | PullLaunch | Chain"
 
 
 class Room(NamedTuple):
@@ -79,9 +79,38 @@ class PeerTransport:
 
         ``out_rows``: zero the rows behind the own ones up to this one.
         """
-        if self._layout.replicas == 1:
-            return self._combine(key, rows, out, party=self._world, out_rows=out_rows)
-        sums = self._combine(key, rows, out, party=self._world, out_rows=0)
+        alone = self._layout.replicas == 1
+        sums = self._combine(key, rows, out, party=self._world, out_rows=out_rows if alone else 0)
+        return sums if alone else self._shared(key, rows, sums, out)
+
+    def pull(self, key: Key, rows: kernels.Rows, out: torch.Tensor, *, out_rows: int = 0) -> PullLaunch | Chain:
+        """Like ``combine``, for addends that every rank has written to its ``input_of`` this key."""
+        party, dtype = self._world, out.dtype
+        alone = self._layout.replicas == 1
+        channel = self._input(key, rows, out.shape[1] * out.itemsize)
+        nbytes = -(-rows.most // party.replicas) * out.shape[1] * out.itemsize
+        blocks = kernels.blocks_for(nbytes * party.size, self._channels.lanes)
+
+        def form(width: int) -> Prepared:
+            what = ("pull", width, dtype)
+            return self._form(party, what, rows, lambda **on: kernels.pull_form(party, width, dtype, **on))
+
+        job = Job(self._channels, channel, rows, party, blocks)
+        sums = PullLaunch(job, out, form, out_rows=out_rows if alone else 0)
+        return sums if alone else self._shared(key, rows, sums, out)
+
+    def input_of(self, key: Key, rows: kernels.Rows, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's [rows, width] of addends that ``pull`` sums."""
+        channel = self._input(key, rows, width * dtype.itemsize)
+        return channel.view(0, 0, rows.rows, width, dtype)
+
+    def _input(self, key: Key, rows: kernels.Rows, row_bytes: int) -> Channel:
+        reserved = None if self._reserve is None else self._reserve.rows * row_bytes
+        name = (f"{key[0]} input", key[1])
+        return self._channels.get(name, rows.rows * row_bytes, reserve=reserved, slots=1)
+
+    def _shared(self, key: Key, rows: kernels.Rows, sums: CombineLaunch | PullLaunch, out: torch.Tensor) -> Chain:
+        """Return ``sums``, which leaves a share of the rows in ``out``, and the gather of all the shares."""
         own = replace(rows, rows=out.shape[0])
         # The own rows differ from rank to rank, room for them must not.
         room = (rows.most, self._reserve.local_rows if self._reserve else None)
@@ -154,7 +183,7 @@ class Chain:
 
     __slots__ = ("_address", "_between", "_first", "_then")
 
-    def __init__(self, first: CombineLaunch, between: torch.Tensor, then: GatherLaunch) -> None:
+    def __init__(self, first: CombineLaunch | PullLaunch, between: torch.Tensor, then: GatherLaunch) -> None:
         self._first, self._between, self._then = first, between, then
         self._address = (between.data_ptr(),)
 

@@ -226,3 +226,45 @@ class CombineLaunch:
     def _numbers(self, slot: int, width: int) -> list[int]:
         begin, vecs = slot * self._job.channel.slot_bytes, self._row_bytes // width
         return [*self._job.numbers(slot), 0, self._out.data_ptr(), begin, vecs, *self._tail]
+
+
+class PullLaunch:
+    """A combine of what lies in the job's channel, into ``out`` [*, width]; ``out_rows`` as in CombineLaunch."""
+
+    __slots__ = ("_arguments", "_form", "_job", "_memory", "results")
+
+    def __init__(self, job: Job, out: torch.Tensor, form: Callable[[int], Prepared], *, out_rows: int) -> None:
+        self._job, self._memory = job, job.channel.buffer
+        row_bytes = out.shape[1] * out.itemsize
+        width = kernels.vector_bytes(row_bytes, out.data_ptr())
+        self._form = form(width)
+        # The slot is always the one used last: the channel's note of it begins with 1.
+        self._arguments = Arguments([*job.numbers(1), out.data_ptr(), row_bytes // width, out_rows])
+        self.results = [out], [out]
+
+    @property
+    def stale(self) -> bool:
+        """Whether the channel's memory was outgrown since."""
+        return self._job.channel.buffer is not self._memory
+
+    @property
+    def next_slot(self) -> int:
+        """Any: the result is always ``out``."""
+        return 0
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """None: a call writes no peer memory."""
+        return ()
+
+    def holds(self, address: int) -> bool:  # noqa: ARG002 - as the other launches have it
+        """Return False: a call writes no peer memory."""
+        return False
+
+    def one(self, address: int, stream: int) -> None:  # noqa: ARG002 - the addends lie where they lie
+        """Launch on the raw ``stream``."""
+        self._form(self._job.blocks, stream, self._arguments)
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:  # noqa: ARG002
+        """Launch on the raw ``stream``."""
+        self._form(self._job.blocks, stream, self._arguments)
