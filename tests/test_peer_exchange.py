@@ -84,6 +84,7 @@ def test_every_verb_equals_the_oracle(interpreted: Ranks, grid: Grid) -> None:
     assert interpreted(grid.world).run(every_verb, grid, chosen) == [len(chosen)] * grid.world
 
 
+@pytest.mark.soak
 def test_rows_that_have_no_sum_are_moved_as_bytes(interpreted: Ranks) -> None:
     chosen = cases_for(PAIR, torch.float8_e4m3fn, "peer")
     assert interpreted(2).run(every_verb, PAIR, chosen) == [len(chosen)] * 2
@@ -103,6 +104,7 @@ def test_misuse_has_the_same_errors_as_over_process_groups(interpreted: Ranks) -
         assert "is a view of the buffer that the call writes (batch 0): clone it first" in said["alias gather"]
 
 
+@pytest.mark.soak
 def test_interleaved_halves_equal_the_same_halves_in_turn_bit_for_bit(interpreted: Ranks) -> None:
     assert interpreted(2).run(lifetime_cases.two_batches_equal_one_after_the_other, PAIR, 2) == [4, 4]
 
@@ -149,6 +151,7 @@ def test_a_lost_rank_is_named_to_the_others_within_the_bound_and_nothing_hangs(h
         assert one["seconds"] < 30
 
 
+@pytest.mark.soak
 def test_a_rank_that_is_late_but_within_the_bound_is_waited_for(interpreted: Ranks) -> None:
     assert interpreted(2).run(cases.a_late_rank_within_the_bound, 2) == [True] * 2
 
@@ -201,6 +204,7 @@ def test_ranks_that_differ_in_their_turns_are_told_and_no_wrong_row_is_taken_for
     assert all(honest for _, honest in found)
 
 
+@pytest.mark.soak
 def test_reserve_leaves_nothing_to_be_made_on_any_rank(interpreted: Ranks) -> None:
     assert interpreted(4).run(cases.reserved_partial_gather, Grid(4, 2)) == [True] * 4
 
@@ -223,7 +227,7 @@ def test_results_belong_to_the_caller_and_odd_tensors_are_refused(interpreted: R
 def test_addends_that_all_can_read_are_pulled_and_may_be_overwritten_at_once(
     interpreted: Ranks, grid: Grid
 ) -> None:
-    steps = 6
+    steps = 3
     for wrong, epoch, calls in interpreted(grid.world).run(cases.pulled_combines, grid, steps):
         assert wrong == 0
         assert calls["peer.combine"] == 2 * steps

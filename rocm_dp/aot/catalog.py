@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,8 @@ ROWS = (
 )
 # Numbers on the device or the host, with a status or without: the transports launch the last.
 CALLS = ((True, True), (True, False), (False, False))
-# The addresses, offsets and counts of four fields at 8 ranks are more than there are SGPRs; no memory is touched.
+# Addresses, offsets and counts of a launch can be more than there are SGPRs, by how many depends on the version of
+# Triton: those kept in lanes of a VGPR touch no memory.
 _LANES = 24
 _ROW_THREADS = rows._THREADS
 MOST_BYTES = 16  # of an access
@@ -112,8 +113,7 @@ def peer_forms() -> Iterator[Form]:
         fields = (MOST_BYTES,) * peer.MAX_FIELDS
         party = peer.Party(0, world, 0, world, world, 1)
         call = f"{world} ranks, 4 fields, {_counts(on_device=on_device)}"
-        many = _peer_form("gather_rows", call, peer.gather_constants(party, fields, on_device=on_device), world)
-        yield replace(many, lanes=_LANES)
+        yield _peer_form("gather_rows", call, peer.gather_constants(party, fields, on_device=on_device), world)
         # Addends of attention tp, and shares of a dp rank: among 2 of 8 ranks, each of 4 dp ranks twice.
         pair = peer.Party(0, 2, 0, world, world // 2, 2)
         call = f"2 of {world} ranks, {_counts(on_device=on_device)}"
@@ -135,6 +135,7 @@ def _peer_form(verb: str, call: str, constants: dict[str, Any], peers: int) -> F
         False,
         peers,
         peer.THREADS[verb],
+        _LANES,
     )
 
 
