@@ -26,6 +26,7 @@ MORE_GRIDS = [
     Grid(6, 3),
     Grid(6, 1, 3),
     Grid(7, 7),
+    Grid(8, 4),
     Grid(8, 8),
     Grid(8, 2, 2),
 ]
