@@ -121,11 +121,10 @@ def test_a_misaligned_pointer_is_caught() -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_hand_over_that_stays_within_one_gpu_is_caught() -> None:
     """The gather hands over at system scope; the same atomics at device scope reach no other GPU."""
-    for form in peer_forms():
-        if form.peers == 8:
-            code = code_of(form)
-            assert isa.faults(code, vec_bytes=16, peers=8, lanes=form.lanes) == []
-            assert min(code.system_releases, code.system_acquires) >= 2
+    form = next(form for form in peer_forms() if form.peers == 8)
+    code = code_of(form)
+    assert isa.faults(code, vec_bytes=16, peers=8, lanes=form.lanes) == []
+    assert min(code.system_releases, code.system_acquires) >= 2
     pointer = Pointer(torch.int64)
     near = code_of(form_of(bad_kernels.near_flags, (pointer, pointer), BLOCK=256))
     assert "has 0 releases and 0 acquires of system scope for 1 peers" in isa.faults(near, vec_bytes=16, peers=1)

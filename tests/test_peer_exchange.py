@@ -96,6 +96,7 @@ def test_no_event_stream_slot_or_byte_is_added_after_reserve(interpreted: Ranks)
         assert set(seen) == {seen[0]}
 
 
+@pytest.mark.soak
 def test_misuse_has_the_same_errors_as_over_process_groups(interpreted: Ranks) -> None:
     for said in interpreted(2).run(lifetime_cases.errors_of, PAIR):
         assert len(said) == 22
@@ -182,6 +183,7 @@ def test_what_one_rank_cannot_do_no_rank_does_and_explain_says_why(
             assert sum(chosen for _, chosen, _ in others) == 1
 
 
+@pytest.mark.soak
 def test_the_self_test_runs_once_for_all_exchanges_on_the_same_groups(interpreted: Ranks) -> None:
     # Once for the self-test, and once for each exchange.
     assert interpreted(2).run(cases.two_exchanges_one_self_test, PAIR) == [(4, True)] * 2
@@ -191,6 +193,7 @@ def test_a_result_can_be_read_after_its_exchange_was_closed(interpreted: Ranks) 
     assert interpreted(2).run(cases.results_outlive_the_exchange, PAIR) == [True, True]
 
 
+@pytest.mark.soak
 def test_channels_grow_a_few_times_and_results_stay_right(interpreted: Ranks) -> None:
     for growths, right in interpreted(2).run(cases.growing, PAIR):
         assert right
