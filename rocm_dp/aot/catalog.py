@@ -24,9 +24,9 @@ ROWS = (
 )
 # Numbers on the device or the host, with a status or without: the transports launch the last.
 CALLS = ((True, True), (True, False), (False, False))
-# Addresses, offsets and counts of a launch can be more than there are SGPRs, by how many depends on the version of
-# Triton: those kept in lanes of a VGPR touch no memory.
-_LANES = 24
+# SGPRs that a gather may keep in lanes of a VGPR, which touch no memory, by its fields: addresses, offsets, counts
+# of four fields at 8 ranks are more than there are, and Triton 3.7 has one or two too few for one field as well.
+_LANES = {1: 2, 4: 24}
 _ROW_THREADS = rows._THREADS
 MOST_BYTES = 16  # of an access
 WORLDS = (2, 4, 8)  # for narrower rows the last of them stands for all
@@ -123,6 +123,8 @@ def peer_forms() -> Iterator[Form]:
 
 
 def _peer_form(verb: str, call: str, constants: dict[str, Any], peers: int) -> Form:
+    fields = sum(constants.get(f"B{index}", 0) > 0 for index in range(peer.MAX_FIELDS))
+    lanes = _LANES.get(fields, 0)
     kernel = peer.kernel(verb)
     return Form(
         verb,
@@ -135,7 +137,7 @@ def _peer_form(verb: str, call: str, constants: dict[str, Any], peers: int) -> F
         False,
         peers,
         peer.THREADS[verb],
-        _LANES,
+        lanes,
     )
 
 
