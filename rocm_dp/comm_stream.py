@@ -188,7 +188,7 @@ class CommStream:
     def _current(self, *, capturing: bool) -> torch.cuda.Stream:
         """Return the caller's stream, ordered after the last caller's if that was another one."""
         current = torch.cuda.current_stream(self._device)
-        if not capturing and current != self._caller:
+        if not capturing and (self._caller is None or current != self._caller):
             if self._caller is not None:
                 self._handover.record(self._caller)
                 self._handover.wait(current)

@@ -16,7 +16,7 @@ from lifetime_cases import MOST, flat, reserved
 from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan, reference
 from rocm_dp.comm_stream import CommStream
 from rocm_dp.control import Op
-from rocm_dp.errors import CapacityError, RankMismatchError
+from rocm_dp.errors import CapacityError, PeerTimeoutError, RankMismatchError
 from rocm_dp.testing import rank_device
 
 if TYPE_CHECKING:
@@ -109,6 +109,12 @@ def _without(what: str) -> AbstractContextManager[object]:
             slot.done.record(self._stream)
 
         return patch.object(CommStream, "launch", launch)
+    if what == "callers":
+
+        def current(self: CommStream, *, capturing: bool) -> torch.cuda.Stream:
+            return torch.cuda.current_stream(self._device)
+
+        return patch.object(CommStream, "_current", current)
     return nullcontext()
 
 
@@ -248,6 +254,36 @@ def two_callers_two_exchanges(rank: int, grid: Grid, rounds: int) -> int:
                     pending = None if seed % 3 else exchange.gather_async(mine, plan)
                     got = (exchange.gather(mine, plan) if pending is None else pending.wait()).cpu()
                 wrong += not reference.same_bits(got, reference.gather(locals_, plan))
+    return wrong
+
+
+def callers_that_never_wait(rank: int, grid: Grid, rounds: int, broken: str) -> int:
+    """Calls from two streams by turns, of which rank 0 holds up one: how many were wrong, or came too late.
+
+    ``broken``: "callers" takes the order of a caller after the last one away.
+    """
+    plan, wrong = TokenPlan((MOST, 3), PaddingMode.SUM_LEN), 0
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]  # type: ignore[no-untyped-call]
+    try:
+        with reserved(rank, grid, Options(timeout=2.0)) as exchange, _without(broken):
+            for seed in range(rounds):
+                every = [
+                    [any_bits(n, H, torch.bfloat16, seed * 64 + 8 * turn + d) for d, n in enumerate(plan.counts)]
+                    for turn in range(2)
+                ]
+                mine = [locals_[rank].to(exchange.device) for locals_ in every]
+                torch.cuda.synchronize()
+                got = []
+                for turn, stream in enumerate(streams):
+                    with torch.cuda.stream(stream):
+                        if (rank, turn) == (0, 0):
+                            sleep(SLEEP)
+                        got.append(exchange.gather(mine[turn], plan).clone())
+                torch.cuda.synchronize()
+                for there, locals_ in zip(got, every, strict=True):
+                    wrong += not reference.same_bits(there.cpu(), reference.gather(locals_, plan))
+    except PeerTimeoutError:
+        wrong += 1
     return wrong
 
 

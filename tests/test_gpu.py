@@ -197,6 +197,14 @@ def test_callers_on_two_streams_and_two_exchanges_are_one_order(pair: RankPool) 
     assert pair.run(cases.two_callers_two_exchanges, PAIR, 200) == [0, 0]
 
 
+def test_a_caller_is_ordered_after_the_last_one_on_another_stream(pair: RankPool) -> None:
+    assert pair.run(cases.callers_that_never_wait, PAIR, 20, "") == [0, 0]
+
+
+def test_without_the_order_of_callers_calls_cross(pair: RankPool) -> None:
+    assert sum(pair.run(cases.callers_that_never_wait, PAIR, 20, "callers")) > 0
+
+
 def test_an_error_with_a_call_in_flight_comes_through_though_the_other_rank_never_comes() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
