@@ -44,3 +44,9 @@ def near_flags(flags, out, BLOCK: tl.constexpr):
     tl.atomic_xchg(flags, 1, sem="release", scope="gpu")
     while tl.atomic_add(flags + 1, 0, sem="acquire", scope="gpu") < 1:
         pass
+
+
+@triton.jit
+def no_wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
+    """In place of a wait for the peers: all of them are said to be there."""
+    return looks, looks * 0

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeAlias
 from unittest.mock import patch
 
 import torch
+from bad_kernels import no_wait
 from exchange_cases import MANY, Grid, H, an_exchange, any_bits, numbers
 from peer_kernel_cases import a_device
 from rocm_dp.kernels import peer as kernels
+from rocm_dp.kernels import pull_triton
+from rocm_dp.kernels.peer_triton import buffer_of
 
 from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan, reference
 from rocm_dp.errors import (
@@ -296,7 +299,7 @@ def other_slots(rank: int, grid: Grid) -> tuple[bool, bool]:
         with over_peers(rank, grid, timeout=1.0) as exchange:
             for turn in range(6):
                 if (rank, turn) == (0, 3):
-                    exchange._calls["gather", plan, 0, False].launch._channel.slot ^= 1  # type: ignore[attr-defined]
+                    exchange._calls["gather", plan, 0, False].launch.repeat_slot()  # type: ignore[attr-defined]
                 locals_ = [numbers(2, H, torch.float32, seed=turn * 8 + dp) for dp in range(grid.dp)]
                 got = exchange.gather(locals_[rank].to(exchange.device), plan).cpu()
                 for part, want in zip((got[:2], got[2:]), locals_, strict=True):
@@ -380,6 +383,34 @@ def pulled_combines(rank: int, grid: Grid, steps: int) -> tuple[int, int, dict[s
         assert channels is not None
         place = channels._made["combine input", 0].place // channels._table.shape[1]
         return wrong, int(channels._table[place, 0]), dict(exchange.stats().calls)
+
+
+def overwritten_at_once(rank: int, grid: Grid, steps: int, waits: str) -> int:
+    """Rank 0 owns all rows and reads slowly; the others are done at once and overwrite: how many results differ.
+
+    ``waits`` "once": nobody waits until all have read.
+    """
+    wrong, plan = 0, TokenPlan((MOST, *[0] * (grid.dp - 1)), PaddingMode.SUM_LEN)
+
+    def slow_buffer_of(*arguments: object) -> object:
+        time.sleep(0.02)
+        return buffer_of(*arguments)
+
+    with over_peers(rank, grid) as exchange, ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(patch.object(pull_triton, "buffer_of", slow_buffer_of))
+        if waits == "once":
+            stack.enter_context(patch.object(pull_triton, "wait", no_wait))
+        for step in range(steps):
+            partials = [numbers(plan.rows, H, torch.float32, seed=step * 64 + r) for r in range(grid.world)]
+            given = exchange.combine_input(plan)
+            given.copy_(partials[rank])
+            got = exchange.combine(given, plan).cpu()
+            given.fill_(float("nan"))
+            own = [p[reference.scatter_range(plan, exchange.layout.dp_rank)] for p in partials]
+            wrong += reference.sum_error(got, own) > 1
+            exchange.groups.control.texts("done")
+    return wrong
 
 
 def no_combine_input(rank: int, grid: Grid) -> str:

@@ -235,7 +235,7 @@ def with_a_slow_rank(rank: int, world: int, timeout: float, slots: int, steps: i
 
 def one_slot(at: Peers, call: GatherLaunch) -> None:
     """Make the next call use slot 0 again, and hide from the kernel that it did."""
-    channel = call._channel
+    channel = call._job.channel
     channel.slot = 1
     at.channels._table[channel.place // at.channels._table.shape[1], 2] = 1
 
@@ -247,7 +247,7 @@ def same_slot_again(rank: int, world: int, steps: int) -> tuple[int, int]:
         plan = TokenPlan((2,) * world, PaddingMode.SUM_LEN)
         call = at.transport.gather(("gather", 0), rows_of(plan), FIELDS[:1])
         for step in range(steps):
-            call._channel.slot = 1
+            call._job.channel.slot = 1
             locals_ = [any_bits(2, *FIELDS[0], seed=step * 64 + d) for d in range(world)]
             got = at.launch(call, at.to(locals_[rank]))[0]
             if rank == 0:
@@ -285,7 +285,7 @@ def epochs_far_on(rank: int, world: int, steps: int) -> int:
     with peers(rank, grid) as at:
         plan = TokenPlan((2,) * world, PaddingMode.SUM_LEN)
         call = at.transport.gather(("gather", 0), rows_of(plan), FIELDS[:1])
-        at.channels._table[call._channel.place // at.channels._table.shape[1], 0] = 2**32 - 2
+        at.channels._table[call._job.channel.place // at.channels._table.shape[1], 0] = 2**32 - 2
         for step in range(steps):
             locals_ = [any_bits(2, *FIELDS[0], seed=step * 64 + d) for d in range(world)]
             got = at.launch(call, at.to(locals_[rank]))[0]

@@ -239,6 +239,11 @@ def test_addends_that_all_can_read_are_pulled_and_may_be_overwritten_at_once(
         assert 0 < epoch <= 2 * steps
 
 
+def test_without_the_wait_until_all_have_read_addends_are_overwritten(interpreted: Ranks) -> None:
+    assert interpreted(2).run(cases.overwritten_at_once, PAIR, 3, "twice") == [0, 0]
+    assert sum(interpreted(2).run(cases.overwritten_at_once, PAIR, 3, "once")) > 0
+
+
 def test_without_peer_memory_there_is_nothing_to_pull_from(ranks: Ranks) -> None:
     said = ranks(2).run(cases.no_combine_input, PAIR)
     assert set(said) == {"combine_input needs peer memory, all_gather carries this plan"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from rocm_dp.kernels import peer as kernels
 from rocm_dp.kernels.driver import Arguments
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from rocm_dp.kernels.launch import Prepared
     from rocm_dp.memory.channels import Channel, Channels
 
-_HEAD = 17  # numbers that both kernels begin with
+_HEAD = 17  # numbers that all kernels begin with
 _UNALIGNED = 15
+Widths = TypeVar("Widths", int, "tuple[int, ...]")
 
 
 class Field(NamedTuple):
@@ -42,7 +43,7 @@ class Job(NamedTuple):
     blocks: int
 
     def numbers(self, slot: int) -> list[int]:
-        """Return the numbers that both kernels begin with."""
+        """Return the numbers that all kernels begin with."""
         party = self.party
         head = (self.channels.table, self.channel.place, *self.rows.words())
         return [*head, party.first, party.rank, slot, self.rows.rows, self.rows.most, self.channels.looks]
@@ -55,92 +56,102 @@ class Settled(NamedTuple):
     arguments: tuple[Arguments, Arguments]
 
 
-class GatherLaunch:
-    """A gather of up to four fields of a job; ``form`` compiles the kernel for the widths of access (bytes)."""
+class PushLaunch(Generic[Widths]):
+    """What pushes into the two slots of a job's channel by turns; ``form`` compiles it for widths of access.
 
-    __slots__ = (
-        "_blocks",
-        "_channel",
-        "_fields",
-        "_form",
-        "_job",
-        "_memory",
-        "_settled",
-        "_usual",
-        "_widths",
-        "results",
-    )
+    ``results``: what a call fills, by slot; ``usual``: the widths for aligned inputs, which most are.
+    """
 
-    def __init__(self, job: Job, fields: Sequence[Field], form: Callable[[tuple[int, ...]], Prepared]) -> None:
-        self._job, self._fields, self._form = job, tuple(fields), form
-        self._channel, self._memory, self._blocks = job.channel, job.channel.buffer, job.blocks
-        # What a call fills, by slot.
-        self.results = self._views(0), self._views(1)
-        self._settled: dict[tuple[int, ...], Settled] = {}
-        self._widths = tuple(kernels.vector_bytes(field.row_bytes) for field in fields)
-        self._usual = self._for([0] * len(self._fields))
+    __slots__ = ("_form", "_job", "_memory", "_settled", "_usual", "results")
+
+    def __init__(
+        self,
+        job: Job,
+        results: tuple[list[torch.Tensor], list[torch.Tensor]],
+        form: Callable[[Widths], Prepared],
+        usual: Widths,
+    ) -> None:
+        self._job, self._memory, self.results = job, job.channel.buffer, results
+        self._form: Callable[[Widths], Prepared] = form
+        self._settled: dict[Widths, Settled] = {}
+        self._usual = self._for(usual)
 
     @property
     def stale(self) -> bool:
         """Whether the channel's memory was outgrown since."""
-        return self._channel.buffer is not self._memory
+        return self._job.channel.buffer is not self._memory
 
     @property
     def next_slot(self) -> int:
-        """The slot that the next call fills."""
-        return self._channel.slot ^ 1
+        """The slot that the next call uses."""
+        return self._job.channel.slot ^ 1
 
     @property
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The memory of this rank that calls write."""
-        return (self._channel.range,)
+        """The peer memory of this rank that calls write."""
+        return (self._job.channel.range,)
+
+    def holds(self, address: int) -> bool:
+        """Return whether ``address`` lies in peer memory that calls write."""
+        return self._job.channel.holds(address)
 
     def one(self, address: int, stream: int) -> None:
-        """Launch on the raw ``stream`` for the local rows of the only field, at an aligned ``address``."""
-        channel, (form, both) = self._channel, self._usual
+        """Launch on the raw ``stream`` for the only input, at an aligned ``address``."""
+        channel, (form, both) = self._job.channel, self._usual
         slot = channel.slot ^ 1
         arguments = both[slot]
         arguments.values[_HEAD] = address
-        form(self._blocks, stream, arguments)
-        channel.slot = slot
-
-    def repeat_slot(self) -> None:
-        """Make the next call use the slot of the last one, as the replay of a graph may."""
-        self._channel.slot ^= 1
-
-    def holds(self, address: int) -> bool:
-        """Return whether ``address`` lies in memory that calls write."""
-        return self._channel.holds(address)
-
-    def __call__(self, addresses: Sequence[int], stream: int) -> None:
-        """Launch on the raw ``stream`` for the local rows at ``addresses``."""
-        settled = self._usual
-        for address in addresses:
-            if address & _UNALIGNED:
-                settled = self._for(addresses)
-        channel = self._channel
-        slot = channel.slot ^ 1
-        arguments = settled.arguments[slot]
-        at = _HEAD
-        for address in addresses:
-            arguments.values[at] = address
-            at += 3
-        settled.form(self._blocks, stream, arguments)
+        form(self._job.blocks, stream, arguments)
         channel.slot = slot  # only of a call that was made
 
-    def _views(self, slot: int) -> list[torch.Tensor]:
-        rows = self._job.rows.rows
-        return [self._channel.view(slot, one.offset, rows, one.width, one.dtype) for one in self._fields]
+    def _launch(self, settled: Settled, addresses: Sequence[int], stream: int, *, apart: int) -> None:
+        """Launch for inputs at ``addresses``, of which one stands ``apart`` numbers behind the other."""
+        channel = self._job.channel
+        slot = channel.slot ^ 1
+        arguments = settled.arguments[slot]
+        for index, address in enumerate(addresses):
+            arguments.values[_HEAD + apart * index] = address
+        settled.form(self._job.blocks, stream, arguments)
+        channel.slot = slot
 
-    def _for(self, addresses: Sequence[int]) -> Settled:
-        widths = tuple(kernels.vector_bytes(*pair) for pair in zip(self._widths, addresses, strict=True))
+    def _for(self, widths: Widths) -> Settled:
         if widths not in self._settled:
             both = (Arguments(self._numbers(0, widths)), Arguments(self._numbers(1, widths)))
             self._settled[widths] = Settled(self._form(widths), both)
         return self._settled[widths]
 
+    def _numbers(self, slot: int, widths: Widths) -> list[int]:
+        raise NotImplementedError
+
+
+class GatherLaunch(PushLaunch["tuple[int, ...]"]):
+    """A gather of up to four fields of a job."""
+
+    __slots__ = ("_fields", "_widths")
+
+    def __init__(self, job: Job, fields: Sequence[Field], form: Callable[[tuple[int, ...]], Prepared]) -> None:
+        self._fields = tuple(fields)
+        self._widths = tuple(kernels.vector_bytes(field.row_bytes) for field in fields)
+
+        def views(slot: int) -> list[torch.Tensor]:
+            return [job.channel.view(slot, one.offset, job.rows.rows, one.width, one.dtype) for one in self._fields]
+
+        super().__init__(job, (views(0), views(1)), form, self._widths)
+
+    def repeat_slot(self) -> None:
+        """Make the next call use the slot of the last one, as the replay of a graph may."""
+        self._job.channel.slot ^= 1
+
+    def __call__(self, addresses: Sequence[int], stream: int) -> None:
+        """Launch on the raw ``stream`` for the local rows at ``addresses``."""
+        settled = self._usual
+        if any(address & _UNALIGNED for address in addresses):
+            pairs = zip(self._widths, addresses, strict=True)
+            settled = self._for(tuple(kernels.vector_bytes(*pair) for pair in pairs))
+        self._launch(settled, addresses, stream, apart=3)
+
     def _numbers(self, slot: int, widths: tuple[int, ...]) -> list[int]:
-        begin = slot * self._channel.slot_bytes
+        begin = slot * self._job.channel.slot_bytes
         fields = [
             (0, begin + field.offset, field.row_bytes // width)
             for field, width in zip(self._fields, widths, strict=True)
@@ -149,14 +160,14 @@ class GatherLaunch:
         return [*self._job.numbers(slot), *(number for field in (*fields, *unused) for number in field)]
 
 
-class CombineLaunch:
-    """A combine of a job into ``out`` [*, width]; ``form`` compiles the kernel for a width of access (bytes).
+class CombineLaunch(PushLaunch[int]):
+    """A combine of a job into ``out`` [*, width].
 
-    ``stage_rows``: room for the rows of one sender; ``steps`` of ``turns`` turns: see the kernel. ``zero_behind``:
-    the rows of ``out`` to zero behind the own ones (0: none).
+    ``stage_rows``: room for the rows of one sender; ``schedule``: steps, and turns in each, see the kernel;
+    ``out_rows``: the rows of ``out`` up to which those behind the own ones are zeroed (0: none).
     """
 
-    __slots__ = ("_form", "_job", "_memory", "_out", "_row_bytes", "_settled", "_tail", "_usual", "results")
+    __slots__ = ("_out", "_row_bytes", "_tail")
 
     def __init__(
         self,
@@ -168,60 +179,18 @@ class CombineLaunch:
         schedule: tuple[int, int],
         out_rows: int,
     ) -> None:
-        self._job, self._out, self._form = job, out, form
-        self._memory = job.channel.buffer
-        self._row_bytes = out.shape[1] * out.itemsize
+        self._out, self._row_bytes = out, out.shape[1] * out.itemsize
         self._tail = (stage_rows, out_rows, *schedule)
-        self._settled: dict[int, Settled] = {}
-        self._usual = self._for(0)
-        # What a call fills, by slot.
-        self.results = [out], [out]
-
-    @property
-    def stale(self) -> bool:
-        """Whether the channel's memory was outgrown since."""
-        return self._job.channel.buffer is not self._memory
-
-    @property
-    def next_slot(self) -> int:
-        """The slot that the next call uses; its result is always ``out``."""
-        return self._job.channel.slot ^ 1
-
-    def holds(self, address: int) -> bool:
-        """Return whether ``address`` lies in peer memory that calls write."""
-        return self._job.channel.holds(address)
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The peer memory of this rank that calls write."""
-        return (self._job.channel.range,)
-
-    def one(self, address: int, stream: int) -> None:
-        """Launch on the raw ``stream`` for the addends at an aligned ``address``."""
-        channel, (form, both) = self._job.channel, self._usual
-        slot = channel.slot ^ 1
-        arguments = both[slot]
-        arguments.values[_HEAD] = address
-        form(self._job.blocks, stream, arguments)
-        channel.slot = slot
+        super().__init__(job, ([out], [out]), form, self._width(0))
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         """Launch on the raw ``stream`` for the addends at ``addresses[0]``."""
         (address,) = addresses
-        settled = self._for(address) if address & _UNALIGNED else self._usual
-        channel = self._job.channel
-        slot = channel.slot ^ 1
-        arguments = settled.arguments[slot]
-        arguments.values[_HEAD] = address
-        settled.form(self._job.blocks, stream, arguments)
-        channel.slot = slot
+        settled = self._for(self._width(address)) if address & _UNALIGNED else self._usual
+        self._launch(settled, addresses, stream, apart=0)
 
-    def _for(self, address: int) -> Settled:
-        width = kernels.vector_bytes(self._row_bytes, address, self._out.data_ptr())
-        if width not in self._settled:
-            both = (Arguments(self._numbers(0, width)), Arguments(self._numbers(1, width)))
-            self._settled[width] = Settled(self._form(width), both)
-        return self._settled[width]
+    def _width(self, address: int) -> int:
+        return kernels.vector_bytes(self._row_bytes, address, self._out.data_ptr())
 
     def _numbers(self, slot: int, width: int) -> list[int]:
         begin, vecs = slot * self._job.channel.slot_bytes, self._row_bytes // width
