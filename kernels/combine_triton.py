@@ -58,7 +58,7 @@ def _push_addends(
 
 
 @triton.jit
-def _add_up(
+def add_up(
     result,
     here,
     staged,
@@ -150,7 +150,7 @@ def combine_rows(
                     report(table, channel, epoch + step, missing)
                 spoilt = tl.where(missing != 0, float("nan"), 0.0)
                 until = tl.minimum(size, after)
-                _add_up(
+                add_up(
                     *(result + low * row, here, staged, stage_bytes, own, spoilt, after - reach, until),
                     *(DTYPE, B, UNITS, W),
                 )
@@ -167,7 +167,7 @@ def combine_rows(
         else:
             leave(channel, epoch + 1, slot)
         spoilt = tl.where(missing != 0, float("nan"), 0.0)
-        _add_up(
+        add_up(
             *(result + low * row, here, staged, stage_bytes, own, spoilt, low * 0, size),
             *(DTYPE, B, UNITS, W),
         )

@@ -92,7 +92,7 @@ def _zero_gaps(
 
 
 @triton.jit
-def _spoil(
+def spoil(
     field,
     channel,
     plan,
@@ -180,10 +180,10 @@ def gather_rows(
     else:
         leave(channel, epoch, slot)
     if missing != 0:
-        _spoil(a, channel, plan, who, rows, missing, B0, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
+        spoil(a, channel, plan, who, rows, missing, B0, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
         if B1 > 0:
-            _spoil(b, channel, plan, who, rows, missing, B1, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
+            spoil(b, channel, plan, who, rows, missing, B1, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
         if B2 > 0:
-            _spoil(c, channel, plan, who, rows, missing, B2, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
+            spoil(c, channel, plan, who, rows, missing, B2, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
         if B3 > 0:
-            _spoil(d, channel, plan, who, rows, missing, B3, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
+            spoil(d, channel, plan, who, rows, missing, B3, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)

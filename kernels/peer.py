@@ -10,7 +10,7 @@ from rocm_dp.kernels.launch import I32, I64, Prepared
 
 peer_triton: ModuleType | None
 try:
-    from rocm_dp.kernels import combine_triton, gather_triton, peer_triton, pull_triton
+    from rocm_dp.kernels import combine_triton, copied_triton, gather_triton, peer_triton, pull_triton
 except ModuleNotFoundError as error:
     if error.name != "triton":
         raise
@@ -25,7 +25,17 @@ if TYPE_CHECKING:
 HEAD = 5  # words of a channel in the table, before the addresses of buffers and pads
 MAX_RANKS = 8  # counts travel with a launch, two in each of four words
 MAX_FIELDS = 4
-THREADS = {"gather_rows": 256, "combine_rows": 512, "pull_rows": 512, "write_counts": 64, "look": 256}
+THREADS = {
+    "gather_rows": 256,
+    "combine_rows": 512,
+    "pull_rows": 512,
+    "open_slot": 64,
+    "meet": 64,
+    "sum_rows": 512,
+    "give_up": 64,
+    "write_counts": 64,
+    "look": 256,
+}
 _BLOCK = 16384  # bytes that a block moves at once
 _INTERPRETED_BLOCK = 512
 _WIDEST = 16  # bytes of an access
@@ -37,6 +47,10 @@ NUMBERS = {
     "gather_rows": (*_COMMON, *[I64, I64, I32] * MAX_FIELDS),
     "combine_rows": (*_COMMON, I64, I64, I64, *[I32] * 5),
     "pull_rows": (*_COMMON, I64, I32, I32),
+    "open_slot": (I64, I64, I32, I32, I32, I64),
+    "meet": (*_COMMON, *[I64, I64, I32] * MAX_FIELDS),
+    "sum_rows": (*[I64] * 11, *[I32] * 4, I64, I64, I64, *[I32] * 3),
+    "give_up": (I64, I32, I32),
     "write_counts": (I64,) * 5,
     "look": (I64, I32, I64),
 }
@@ -155,6 +169,38 @@ def pull_form(party: Party, width: int, dtype: torch.dtype, *, on_device: bool) 
     return _prepared("pull_rows", pull_constants(party, width, dtype, on_device=on_device))
 
 
+def open_constants(party: Party) -> dict[str, Any]:
+    """Return the compile-time numbers of what makes a slot safe to write."""
+    return {name: party.constants[name] for name in ("W", "W_POW2", "R")}
+
+
+def open_form(party: Party) -> Prepared:
+    """Return what makes a slot safe to write, ahead of copies."""
+    return _prepared("open_slot", open_constants(party))
+
+
+def meet_form(party: Party, widths: Sequence[int]) -> Prepared:
+    """Return what waits for the peers behind the copies of up to four fields."""
+    return _prepared("meet", gather_constants(party, widths, on_device=False))
+
+
+def sum_constants(party: Party, width: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the compile-time numbers of a sum of rows of ``dtype`` that copies have brought."""
+    constants = pull_constants(party, width, dtype, on_device=False)
+    del constants["W_POW2"], constants["R"]
+    return constants
+
+
+def sum_form(party: Party, width: int, dtype: torch.dtype) -> Prepared:
+    """Return the sum of rows of ``dtype`` that copies have brought."""
+    return _prepared("sum_rows", sum_constants(party, width, dtype))
+
+
+def give_up_form(ranks: int, lanes: int) -> Prepared:
+    """Return the kernel that tells ``ranks`` ranks, in ``lanes`` places of every channel, that this one is gone."""
+    return _prepared("give_up", {"LANES": lanes, "R": ranks})
+
+
 def counts_form(dp: int) -> Prepared:
     """Return the kernel that writes counts of the launch to the device."""
     return _prepared("write_counts", {"DP": dp, "DP_POW2": _power_of_2(dp)})
@@ -183,6 +229,7 @@ def _prepared(name: str, constants: dict[str, Any]) -> Prepared:
 def kernel(name: str) -> Any:
     """Return the kernel of this name."""
     homes = {"gather_rows": gather_triton, "combine_rows": combine_triton, "pull_rows": pull_triton}
+    homes.update(dict.fromkeys(("open_slot", "meet", "sum_rows"), copied_triton))
     return getattr(homes.get(name, _kernels()), name)
 
 

@@ -25,8 +25,11 @@ slot. The host takes turns. Where turns don't add up (a graph with an odd number
 the one used last, and the call first waits until all peers are in it, which is when they have read it. This holds
 while a result is read only until the next call on its channel, on the stream that launches it.
 
-**A wait that runs out** marks the missing ranks and the table; from then on no call of this rank writes to peers,
+**A wait that runs out** marks the missing ranks and the table; from then on no kernel of this rank writes to peers,
 arrives or waits. What such a call returns is 0xFF in every byte that did not come: NaN in every float dtype.
+
+**A rank that gives up** (an error left its part of the work undone) sets the places of all channels at its peers to
+GONE: no wait for it lasts, now or later, and it counts as missing.
 
 Within the kernels a ``plan`` is (counts on the device, four words of counts, four of starts, most rows of a dp
 rank); a ``field`` is (its rows, where its area begins in a buffer, V); ``who`` is (first, rank).
@@ -36,6 +39,7 @@ import triton
 import triton.language as tl
 
 HEAD = tl.constexpr(5)  # words of a channel before its addresses
+GONE = tl.constexpr(2**62)  # above the flag of any epoch
 
 
 @triton.jit
@@ -132,7 +136,7 @@ def wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
         while (seen < least) & (looks > 0):
             seen = tl.atomic_add(mine, none, sem="acquire", scope="sys")
             looks -= 1
-        astray = (seen < least) | (seen == least + (1 - slot))
+        astray = (seen < least) | (seen == least + (1 - slot)) | (seen >= GONE)
         missing = tl.where(astray, (none + 1) << (2 * first + 1 - rank), 0)
     else:
         # One look at all flags at once, and the acquire when all are there.
@@ -144,7 +148,7 @@ def wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
             looks -= 1
         tl.atomic_add(mine, tl.zeros([W_POW2], tl.int64), mask=others, sem="acquire", scope="sys")
         bit = (tl.zeros([W_POW2], tl.int64) + 1) << (first + each)
-        astray = (seen < least) | (seen == least + (1 - slot))
+        astray = (seen < least) | (seen == least + (1 - slot)) | (seen >= GONE)
         missing = tl.sum(tl.where(others & astray, bit, 0))
     tl.debug_barrier()
     return tl.where(missing == 0, tl.maximum(looks, 1), 0), missing
@@ -191,6 +195,19 @@ def fill(to, begin, end, VALUE: tl.constexpr, UNIT: tl.constexpr, UNITS: tl.cons
     for at in range(begin + tl.program_id(0).to(tl.int64) * UNITS, end, stride):
         inside = lane < tl.minimum(end - at, UNITS).to(tl.int32)
         tl.store(to + at + lane, tl.full([UNITS], VALUE, UNIT), mask=inside)
+
+
+@triton.jit(do_not_specialize=["table", "words", "rank"])
+def give_up(table, words, rank, LANES: tl.constexpr, R: tl.constexpr):
+    """Tell all peers that this rank comes to no call any more: a block for each channel, ``words`` words apart."""
+    table = pointer_at(table, tl.int64, 8)
+    channel = table + (tl.program_id(0).to(tl.int64) + 1) * words.to(tl.int64)
+    lane = tl.arange(0, LANES).to(tl.int64) * R + rank.to(tl.int64)
+    tl.debug_barrier()
+    for turn in range(R):
+        pad = pointer_at(tl.load(channel + HEAD + R + turn), tl.int64, 8)
+        if turn != rank:
+            tl.atomic_xchg(pad + lane, tl.full([LANES], GONE, tl.int64), sem="release", scope="sys")
 
 
 @triton.jit(do_not_specialize=["to", "h0", "h1", "h2", "h3"])

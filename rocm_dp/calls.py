@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from rocm_dp.memory.slots import Slot
-    from rocm_dp.transports.peer import Launch
+    from rocm_dp.transports.launch import Launch
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -23,12 +23,14 @@ _POISON = 0xFF  # NaN in every float dtype
 class Call(Protocol[T_co]):
     """A verb of one plan on one batch.
 
-    ``raw``: it launches on a raw stream, and records no events of its own. ``fixed``: its memory can never move.
+    ``raw``: it launches on a raw stream, and makes ``records`` event records of its own. ``fixed``: its memory can
+    never move.
     """
 
     name: str
     slot: Slot
     raw: bool
+    records: int
     fixed: bool
 
     @property
@@ -65,7 +67,7 @@ class Wanted(NamedTuple):
 class GroupCall(Generic[T]):
     """A call that torch runs on the current stream, into the buffer of its slot; ``launch``: a part that it has."""
 
-    raw = False
+    raw, records = False, 0
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class GroupCall(Generic[T]):
 
 
 class PeerCall(Generic[T]):
-    """A call of the peer kernels; ``results`` are what it fills, for each slot of its channel."""
+    """A call over peer memory; ``results`` are what it fills, for each slot of its channel."""
 
     raw = True
 
@@ -124,6 +126,7 @@ class PeerCall(Generic[T]):
     ) -> None:
         self.name, self.slot, self.fixed = name, slot, fixed
         self.wanted, self.launch, self.results, self._buffer = tuple(wanted), launch, results, slot.buffer
+        self.records = launch.records
 
     @property
     def stale(self) -> bool:

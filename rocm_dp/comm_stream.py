@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
+from rocm_dp.memory.copies import OneLane, StreamLanes
 from rocm_dp.memory.events import EventPool, InlineEvent, RunAheadLimit, wait_for
 from rocm_dp.options import RECORDS_PER_CALL
 
@@ -14,12 +15,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from contextlib import AbstractContextManager
 
+    from rocm_dp.memory.copies import Lanes
     from rocm_dp.memory.events import Event
     from rocm_dp.memory.slots import Slot
     from rocm_dp.options import Options
 
 
 _OWN_RECORDS = 3  # ready, done, the hand-over
+_NOTHING = nullcontext()
 # Takes the raw handle of the stream that it runs on.
 Work: TypeAlias = "Callable[[int], None]"
 
@@ -39,16 +42,19 @@ class SideStream(Protocol):
     def in_flight(self) -> int:
         """Event records that the device may not have reached yet."""
 
-    def launch(self, slot: Slot, work: Work, *, raw: bool) -> None:
+    def lanes(self, count: int) -> Lanes:
+        """Return ``count`` streams beside that of the caller for copies to several peers, made on first use."""
+
+    def launch(self, slot: Slot, work: Work, *, raw: bool, records: int = 0) -> None:
         """Run ``work`` after all that the caller's stream has queued, beside what it queues next.
 
-        ``raw``: it goes by the handle that it is given, and records no events of its own.
+        ``raw``: it goes by the handle that it is given, and makes ``records`` event records of its own.
         """
 
     def join(self, slot: Slot) -> None:
         """Make the caller's stream wait for the slot's last launch."""
 
-    def inline(self, work: Work, *, raw: bool) -> None:
+    def inline(self, work: Work, *, raw: bool, records: int = 0) -> None:
         """Run ``work`` on the caller's stream, after every launch so far."""
 
     def settled(self) -> int | None:
@@ -69,7 +75,11 @@ class InlineStream:
         self.events = EventPool(InlineEvent, cap=options.max_events)
         self.streams_made = self.users = self.in_flight = 0
 
-    def launch(self, slot: Slot, work: Work, *, raw: bool) -> None:  # noqa: ARG002 - the protocol's
+    def lanes(self, count: int) -> Lanes:  # noqa: ARG002 - the protocol's
+        """Return the one lane that there is."""
+        return OneLane()
+
+    def launch(self, slot: Slot, work: Work, *, raw: bool, records: int = 0) -> None:  # noqa: ARG002
         """Run ``work``."""
         slot.ready.record()
         work(0)
@@ -79,7 +89,7 @@ class InlineStream:
         """Return at once: the work is done."""
         slot.done.wait()
 
-    def inline(self, work: Work, *, raw: bool) -> None:  # noqa: ARG002 - the protocol's
+    def inline(self, work: Work, *, raw: bool, records: int = 0) -> None:  # noqa: ARG002 - the protocol's
         """Run ``work``."""
         work(0)
 
@@ -106,6 +116,8 @@ class CommStream:
     def __init__(self, device: torch.device, options: Options) -> None:
         self._device, self.options = device, options
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+        self._raw = self._stream.cuda_stream
+        self._lanes: StreamLanes | None = None
         self.streams_made, self.users = 1, 0
         self.events = EventPool(_cuda_event, cap=options.max_events)
         self._limit = RunAheadLimit(self.events, limit=options.max_in_flight, timeout=options.timeout)
@@ -120,29 +132,41 @@ class CommStream:
         """Event records that the device may not have reached yet (an upper bound)."""
         return self._limit.in_flight
 
-    def launch(self, slot: Slot, work: Work, *, raw: bool) -> None:
+    def lanes(self, count: int) -> Lanes:
+        """Return ``count`` streams beside that of the caller for copies to several peers, made on first use."""
+        if not count:
+            return OneLane()
+        if self._lanes is None:
+            self._lanes = StreamLanes(self._device, self.events, count)
+            self.streams_made += count
+        return self._lanes
+
+    def launch(self, slot: Slot, work: Work, *, raw: bool, records: int = 0) -> None:
         """Run ``work`` on the comm stream once the caller's stream has reached this point."""
         with self._on_device():
             capturing = torch.cuda.is_current_stream_capturing()
             slot.ready.record(self._current(capturing=capturing))
             slot.ready.wait(self._stream)
-            with nullcontext() if raw else torch.cuda.stream(self._stream):
-                work(self._stream.cuda_stream)
+            if raw:
+                work(self._raw)
+            else:
+                with torch.cuda.stream(self._stream):
+                    work(self._raw)
             slot.done.record(self._stream)
             self._last = slot.done, capturing
             if not capturing:
-                self._limit.note(_OWN_RECORDS if raw else RECORDS_PER_CALL, self._stream)
+                self._note(_OWN_RECORDS + records if raw else RECORDS_PER_CALL, self._stream)
 
     def join(self, slot: Slot) -> None:
         """Make the caller's stream wait for the slot's last launch."""
-        current = torch.cuda.current_stream(self._device)
+        current, callers = self._callers()
         slot.done.wait(current)
-        if self._last is not None and self._last[0] is slot.done and (self._last[1] or current == self._caller):
+        if self._last is not None and self._last[0] is slot.done and (self._last[1] or callers):
             self._last = None
 
-    def inline(self, work: Work, *, raw: bool) -> None:
+    def inline(self, work: Work, *, raw: bool, records: int = 0) -> None:
         """Run ``work`` on the caller's stream, after every launch so far."""
-        if raw and (handle := self.settled()) is not None:
+        if raw and not records and (handle := self.settled()) is not None:
             work(handle)
             return
         with self._on_device():
@@ -154,7 +178,7 @@ class CommStream:
                 last[0].wait(current)
             work(current.cuda_stream)
             if not capturing:
-                self._limit.note(_OWN_RECORDS if raw else RECORDS_PER_CALL, current)
+                self._note(_OWN_RECORDS + records if raw else RECORDS_PER_CALL, current)
 
     def settled(self) -> int | None:
         """Return the raw handle of the caller's stream if it is behind every launch already, else None.
@@ -178,17 +202,28 @@ class CommStream:
         """Give the events back."""
         self._limit.close()
         self.events.give_back(self._handover)
+        if self._lanes is not None:
+            self._lanes.close()
+
+    def _note(self, records: int, stream: torch.cuda.Stream) -> None:
+        while records > 0:
+            self._limit.note(min(records, RECORDS_PER_CALL), stream)
+            records -= RECORDS_PER_CALL
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make the stream's device the current one: kernels go to that one's streams."""
-        if torch.cuda.current_device() == self._device.index:
-            return nullcontext()
-        return torch.cuda.device(self._device)
+        return _NOTHING if torch._C._cuda_getDevice() == self._index else torch.cuda.device(self._device)
+
+    def _callers(self) -> tuple[torch.cuda.Stream, bool]:
+        """Return the current stream, and whether it is that of the last caller; torch takes long to make one."""
+        if self._caller is not None and torch._C._cuda_getCurrentRawStream(self._index) == self._handle:
+            return self._caller, True
+        return torch.cuda.current_stream(self._device), False
 
     def _current(self, *, capturing: bool) -> torch.cuda.Stream:
         """Return the caller's stream, ordered after the last caller's if that was another one."""
-        current = torch.cuda.current_stream(self._device)
-        if not capturing and (self._caller is None or current != self._caller):
+        current, callers = self._callers()
+        if not capturing and not callers:
             if self._caller is not None:
                 self._handover.record(self._caller)
                 self._handover.wait(current)

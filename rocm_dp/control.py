@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import time
+from contextlib import suppress
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,7 @@ class Op(IntEnum):
     POISON = 14
     LINKS = 15
     GRAPH_PLAN = 16
+    TABLE = 17
 
 
 class Control:
@@ -111,6 +113,30 @@ class Control:
         self.failure = f"a collective failed or timed out in {doing}"
         return RankMismatchError(f"{self.failure}; {lines}", said)
 
+    def from_rank_0(self, data: bytes, wrong: str) -> bytes:
+        """Return rank 0's ``data`` on every rank; ConfigError on every rank if it tells what is ``wrong``."""
+        first = self.call(Op.TABLE, {"size": len(data), "wrong": bool(wrong)})[0]
+        if first["wrong"]:
+            raise ConfigError(self.texts(wrong or "fine")[0])
+        whole = torch.zeros(first["size"], dtype=torch.uint8)
+        if not first["size"]:
+            return b""
+        if self._rank == 0:
+            whole.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        try:
+            dist.broadcast(whole, group=self._group, group_src=0)
+        except RuntimeError as error:
+            raise self.lost("reading a table from rank 0") from error
+        return bytes(whole.tolist())
+
+    def gave_up(self, why: str) -> None:
+        """Tell the others that this rank comes to no call any more, and refuse every further one here."""
+        if self.failure:
+            return
+        self.failure = why
+        with suppress(RuntimeError, AttributeError, KeyError):
+            _say(self._group, self._rank, why)
+
     def check_usable(self) -> None:
         """Raise ClosedError after a rank was lost: whoever noticed, nobody on these groups should wait again."""
         if self.failure:
@@ -143,10 +169,16 @@ def _op_name(word: int) -> str:
     return Op(word).name.lower() if word in Op._value2member_map_ else f"unknown operation {word}"
 
 
-def _share_lines(group: dist.ProcessGroup, rank: int, size: int, line: str) -> dict[int, str]:
-    # The group itself is broken by now; its store is what is left to talk over.
+def _say(group: dist.ProcessGroup, rank: int, line: str) -> Any:
+    """Leave a rank's ``line`` in the store of ``group``, and return that."""
     store = dist.distributed_c10d._get_process_group_store(group)
     store.set(f"rocm_dp/lost/{rank}", line)
+    return store
+
+
+def _share_lines(group: dist.ProcessGroup, rank: int, size: int, line: str) -> dict[int, str]:
+    # The group itself is broken by now; its store is what is left to talk over.
+    store = _say(group, rank, line)
     missing, found = set(range(size)), {}
     deadline = time.monotonic() + _GRACE_S
     while missing and time.monotonic() < deadline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -14,16 +14,20 @@ from rocm_dp.control import Op
 from rocm_dp.errors import CapacityError, ClosedError, ConfigError, PeerTimeoutError
 from rocm_dp.graphs import GraphPlan
 from rocm_dp.kernels.launch import on_device
+from rocm_dp.making import OverMemory
 from rocm_dp.memory.channels import Channels, Late
+from rocm_dp.memory.copies import copier_for
 from rocm_dp.memory.events import wait_for
 from rocm_dp.memory.slots import SlotPool
 from rocm_dp.options import ExchangeStats
 from rocm_dp.pending import Pending
 from rocm_dp.plan import digest64
-from rocm_dp.quick import quick_way
+from rocm_dp.quick import quick_async_way, quick_way
 from rocm_dp.transports import qualify
 from rocm_dp.transports.collectives import CollectiveFailedError
-from rocm_dp.transports.peer import PeerTransport, Room
+from rocm_dp.transports.copy_engine import CopyEngineTransport
+from rocm_dp.transports.peer import PeerTransport
+from rocm_dp.transports.places import Places, Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,44 +35,65 @@ if TYPE_CHECKING:
     from rocm_dp.calls import Call
     from rocm_dp.comm_stream import SideStream
     from rocm_dp.groups import Groups
+    from rocm_dp.memory.copies import Lanes
     from rocm_dp.options import Options
     from rocm_dp.plan import TokenPlan
 
 T = TypeVar("T")
 
+_HIP = torch.version.hip is not None
+_NO_LANES = 2  # the own rank's, and that of the first peer: its copies go on the caller's stream
 _GRACE_S = 5.0  # what is merely under way when an error passes is done long before
 
 
 class Dispatcher:
     """Owns the slots and channels of one exchange; routes and runs its calls on the side stream of its groups.
 
-    ``most``: rows of the global buffer and of one dp rank in it, at most (None: any). ``peer``: makes the launches
-    over peer memory; None where there is none.
+    ``most``: rows of the global buffer and of one dp rank in it, at most (None: any). ``over_memory``: what makes
+    launches over peer memory, where there is any.
     """
 
     def __init__(
-        self, groups: Groups, options: Options, device: torch.device, most: tuple[int | None, int | None]
+        self,
+        groups: Groups,
+        options: Options,
+        device: torch.device,
+        most: tuple[int | None, int | None],
+        table: routing.Table,
     ) -> None:
         self._groups, self._options, self._device = groups, options, device
         self._max_rows, self._max_local_rows = most
-        self._table = routing.Table((options.transport,)) if options.transport else routing.Table()
+        self._table = table
         self._channels: Channels | None = None
-        self.peer: PeerTransport | None = None
-        with on_device(device):
-            self._facts = _facts(groups, device, self._table, options.peer_memory)
-            if "peer" in self._facts.qualified:
-                self._channels = Channels(groups, device, timeout=options.timeout, kind=options.peer_memory)
-                reserve = None if most[0] is None or most[1] is None else Room(most[0], most[1])
-                self.peer = PeerTransport(groups.layout, self._channels, reserve=reserve)
+        self.over_memory = OverMemory()
+        self._side = _attach(groups, device, options)
         try:
-            self._side = _attach(groups, device, options)
+            with on_device(device):
+                self._qualify(most)
         except BaseException:
             if self._channels is not None:
                 self._channels.close(collective=False)
+            self._detach()
             raise
         self.slots = SlotPool(device, self._side.events)
         self._calls: Counter[str] = Counter()
         self._closed, self._told = "", False
+
+    def _qualify(self, most: tuple[int | None, int | None]) -> None:
+        """Find out what works here, and make what does; collective."""
+        groups, device, options = self._groups, self._device, self._options
+        # Links to several peers are used at once where each pair of GPUs has its own.
+        lanes = self._side.lanes(max(0, groups.layout.world_size - _NO_LANES) if _HIP else 0)
+        self._facts = _facts(groups, device, lanes, self._table, options.peer_memory)
+        if not self._facts.qualified:
+            return
+        self._channels = Channels(groups, device, timeout=options.timeout, kind=options.peer_memory)
+        reserve = None if most[0] is None or most[1] is None else Room(most[0], most[1])
+        places = Places(groups.layout, self._channels, reserve=reserve)
+        peer = PeerTransport(places)
+        copy_engine = CopyEngineTransport(places, peer, copier_for(device), lanes)
+        known = {"peer": peer, "copy_engine": copy_engine}
+        self.over_memory = OverMemory(**{name: known[name] for name in self._facts.qualified})  # type: ignore[arg-type]
 
     def check_open(self) -> None:
         """Raise ClosedError after ``close``, after a rank was lost, or when the groups were closed.
@@ -100,18 +125,24 @@ class Dispatcher:
         if self._max_local_rows is not None and most > self._max_local_rows:
             raise CapacityError(f"a dp rank needs {most} rows, max_local_rows is {self._max_local_rows}")
 
-    def explain(self, plan: TokenPlan | GraphPlan) -> tuple[routing.TransportVerdict, ...]:
+    def explain(
+        self, plan: TokenPlan | GraphPlan, use: routing.Use = routing.SERIAL
+    ) -> tuple[routing.TransportVerdict, ...]:
         """Return every transport's verdict on ``plan``."""
-        return routing.choose(plan, self._facts, self._table)
+        return routing.choose(plan, self._facts, self._table, use)
 
-    def route(self, plan: TokenPlan | GraphPlan) -> str:
+    def route(self, plan: TokenPlan | GraphPlan, use: routing.Use = routing.SERIAL) -> str:
         """Return the transport for ``plan``; raise TransportRefusedError with every reason when none can."""
-        return routing.chosen_name(self.explain(plan))
+        return routing.chosen_name(self.explain(plan, use))
+
+    def overlap_verdict(self, plan: TokenPlan | GraphPlan, *, graph: bool) -> routing.OverlapVerdict:
+        """Say whether a step of ``plan`` pays in two halves."""
+        return routing.overlap_verdict(plan, self._facts, self._table, graph=graph)
 
     @property
     def always_peer(self) -> bool:
         """Whether every plan goes over peer memory."""
-        return self._table.order[0] == "peer" and "peer" in self._facts.qualified
+        return "peer" in self._facts.qualified and self._table.order[0] in routing.NEED_PROOF
 
     def confirm(self, op: Op, key: tuple[str, int], plan: TokenPlan | GraphPlan, *, partial: bool = False) -> None:
         """With ``confirm_calls``: raise RankMismatchError on every rank unless all make this very call."""
@@ -121,26 +152,34 @@ class Dispatcher:
             fields = {"verb": digest64(verb.encode()), "digest": plan.digest, "batch": batch, "partial": partial}
             self._groups.control.call_equal(op, fields, shown={"verb": verb, "digest": plan})
 
-    def quick(self, call: Call[T]) -> Callable[[torch.Tensor], T | None] | None:
-        """Return a short way to make ``call`` again; None where there is none."""
+    def quick(self, call: Call[T], *, overlap: bool) -> Callable[[torch.Tensor], Any] | None:
+        """Return a short way to make ``call`` again, with ``overlap`` on the comm stream; None: there is none."""
         watched = self._options.confirm_calls or self._options.poison
         if watched or self._channels is None or not isinstance(call, PeerCall) or not call.fixed:
             return None
-        return quick_way(call, side=self._side, groups=self._groups, channels=self._channels, count=self._calls)
+        way: Callable[..., Callable[[torch.Tensor], Any]] = quick_async_way if overlap else quick_way
+        return way(call, side=self._side, groups=self._groups, channels=self._channels, count=self._calls)
 
     def run(self, call: Call[T], tensors: Sequence[torch.Tensor]) -> T:
         """Run ``call`` on the current stream, after every launch so far; return what it fills."""
         tensors, result = self._begin(call, tensors)
-        raw = call.raw
-        self._guarded(call.name, lambda: self._side.inline(lambda stream: call.run(tensors, stream), raw=raw))
+
+        def work(stream: int) -> None:
+            call.run(tensors, stream)
+
+        self._guarded(call.name, lambda: self._side.inline(work, raw=call.raw, records=call.records))
         return result
 
     def launch(self, call: Call[T], tensors: Sequence[torch.Tensor]) -> Pending[T]:
         """Run ``call`` on the comm stream; its inputs live until the Pending is waited for."""
         tensors, result = self._begin(call, tensors)
-        slot, raw = call.slot, call.raw
+        slot = call.slot
         slot.inputs = tuple(tensors)
-        self._guarded(call.name, lambda: self._side.launch(slot, lambda stream: call.run(tensors, stream), raw=raw))
+
+        def work(stream: int) -> None:
+            call.run(tensors, stream)
+
+        self._guarded(call.name, lambda: self._side.launch(slot, work, raw=call.raw, records=call.records))
         return Pending(self._side, slot, result)
 
     def run_group_verb(self, name: str, work: Callable[[], None]) -> None:
@@ -154,6 +193,15 @@ class Dispatcher:
             self._side.join(slot)
             slot.inputs = None
             slot.generation += 1
+
+    def give_up(self, error: BaseException) -> None:
+        """Let no other rank wait for this one, and refuse further calls."""
+        if self._closed or self._groups.control.failure:
+            return
+        # First what they will read when they are let go.
+        self._groups.control.gave_up(f"{type(error).__name__}: {error}")
+        if self._channels is not None and not self.slots.capturing:
+            self._side.inline(self._channels.give_up, raw=True)
 
     def close(self, *, wait: bool) -> None:
         """Give up every buffer and event once the device is done with them; a second call does nothing.
@@ -180,12 +228,15 @@ class Dispatcher:
             if self._channels is not None:
                 self._channels.close(collective=wait and not self._channels_late())
         finally:
-            self._side.users -= 1
-            if not self._side.users:
-                del self._groups.attached[self._device]
-                self._side.close()
+            self._detach()
         if late is not None:
             raise late
+
+    def _detach(self) -> None:
+        self._side.users -= 1
+        if not self._side.users:
+            del self._groups.attached[self._device]
+            self._side.close()
 
     def stats(self) -> ExchangeStats:
         """Count everything ever made."""
@@ -241,21 +292,25 @@ class Dispatcher:
         lost = self._groups.control.lost(f"{verb} of batch {batch}")
         ranks = ", ".join(map(str, missing)) or "some rank"
         call = f"{verb} of batch {batch} (epoch {epoch})"
-        text = f"{call}: no sign of rank {ranks} in {self._options.timeout:g} s; {lost}"
+        text = f"{call}: rank {ranks} gave up, or did not come in {self._options.timeout:g} s; {lost}"
         return PeerTimeoutError(text, verb=verb, batch=batch, epoch=epoch, missing=missing)
 
 
-def _facts(groups: Groups, device: torch.device, table: routing.Table, kind: str) -> routing.Facts:
-    """Return what the ranks agree on; the self-test runs once for each device and kind of memory of the groups."""
+def _facts(groups: Groups, device: torch.device, lanes: Lanes, table: routing.Table, kind: str) -> routing.Facts:
+    """Return what the ranks agree on; a self-test runs once for each device and kind of memory of the groups."""
     replicas = groups.layout.replicas
-    if "peer" not in table.order:
+    # What copies needs the kernels that meet and sum, so those are tested too, and first.
+    names = tuple(name for name in routing.NEED_PROOF if table.needs(name))
+    if not names:
         return routing.Facts(replicas)
-    if (device, kind) not in groups.qualified:
-        groups.qualified[device, kind] = qualify.refusal(groups, device, kind=kind)
-    reason = groups.qualified[device, kind]
-    if reason:
-        return routing.Facts(replicas, unqualified=(("peer", reason),))
-    return routing.Facts(replicas, qualified=("peer",))
+    if not set(names) <= set(groups.qualified.get((device, kind), {})):
+        groups.qualified[device, kind] = qualify.refusals(groups, device, lanes, names, kind=kind)
+    found = {name: groups.qualified[device, kind][name] for name in names}
+    return routing.Facts(
+        replicas,
+        qualified=tuple(name for name, reason in found.items() if not reason),
+        unqualified=tuple((name, reason) for name, reason in found.items() if reason),
+    )
 
 
 def _stream_options(options: Options) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -16,6 +16,8 @@ from rocm_dp.making import CallMaker, Shape
 from rocm_dp.messages import MessageLayout
 from rocm_dp.options import ExchangeStats, Options
 from rocm_dp.plan import digest64
+from rocm_dp.routing import Table, Use
+from rocm_dp.tuned import agreed_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,11 +26,25 @@ if TYPE_CHECKING:
     from rocm_dp.calls import Call
     from rocm_dp.groups import Groups
     from rocm_dp.layout import RankLayout
+    from rocm_dp.measured import MeasuredTable
     from rocm_dp.pending import Pending
     from rocm_dp.plan import TokenPlan
-    from rocm_dp.routing import TransportVerdict
+    from rocm_dp.routing import OverlapVerdict, TransportVerdict
 
 T = TypeVar("T")
+
+
+class Asked(NamedTuple):
+    """A call as it is confirmed with the other ranks, and whether it is to run beside computation."""
+
+    op: Op
+    verb: str
+    plan: TokenPlan | GraphPlan
+    batch: int
+    partial: bool
+    overlap: bool
+
+
 _CALLS_KEPT = 256  # a step's plan is new, and serves every layer
 
 
@@ -95,8 +111,9 @@ class TokenExchange(GroupVerbs):
         # Forced, all_reduce sums in a copy of the global buffer; the others never need more than a dp rank's rows.
         combine_rows = max_rows if options.transport == "all_reduce" else self.max_local_rows
         shape = Shape(hidden, dtype, self.device, max_rows, self.max_local_rows, combine_rows)
-        self._dispatch = Dispatcher(groups, options, self.device, (max_rows, self.max_local_rows))
-        self._maker = CallMaker(layout, groups, shape, self._dispatch.slots, self._dispatch.peer)
+        table = Table((options.transport,)) if options.transport else Table(measured=self._measured())
+        self._dispatch = Dispatcher(groups, options, self.device, (max_rows, self.max_local_rows), table)
+        self._maker = CallMaker(layout, groups, shape, self._dispatch.slots, self._dispatch.over_memory)
         self._calls: dict[tuple[object, ...], Call[Any]] = {}
         # Those of them that can be launched again without a second look at anything but the tensor.
         self._quick: dict[tuple[object, ...], Callable[[torch.Tensor], Any]] = {}
@@ -121,7 +138,13 @@ class TokenExchange(GroupVerbs):
         self, local: torch.Tensor, plan: TokenPlan | GraphPlan, *, partial: bool = False, batch: int = 0
     ) -> Pending[torch.Tensor]:
         """Like ``gather``, on the comm stream. Raises SlotBusyError while (gather, batch) is in flight."""
-        return self._dispatch.launch(self._gather(local, plan, batch, partial=partial), (local,))
+        quick = self._quick.get(("gather_async", plan, batch, partial))
+        if quick is not None:
+            pending: Pending[torch.Tensor] | None = quick(local)
+            if pending is not None:
+                return pending
+        call = self._gather(local, plan, batch, partial=partial, overlap=True)
+        return self._dispatch.launch(call, (local,))
 
     def combine(self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
         """Sum ``partial`` [G, H] over all ranks; return this dp rank's rows [L, H], on the current stream."""
@@ -136,7 +159,12 @@ class TokenExchange(GroupVerbs):
         self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> Pending[torch.Tensor]:
         """Like ``combine``, on the comm stream. Raises SlotBusyError while (combine, batch) is in flight."""
-        return self._dispatch.launch(self._combine(partial, plan, batch), (partial,))
+        quick = self._quick.get(("combine_async", plan, batch, self._pulled(partial, batch)))
+        if quick is not None:
+            pending: Pending[torch.Tensor] | None = quick(partial)
+            if pending is not None:
+                return pending
+        return self._dispatch.launch(self._combine(partial, plan, batch, overlap=True), (partial,))
 
     def combine_input(self, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
         """Return a [G, H] buffer that all ranks can read, for experts to write their output to.
@@ -170,7 +198,7 @@ class TokenExchange(GroupVerbs):
         self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> Pending[list[torch.Tensor]]:
         """Like ``gather_many``, on the comm stream. Raises SlotBusyError while the same message is in flight."""
-        return self._dispatch.launch(self._many(tensors, plan, batch), tensors)
+        return self._dispatch.launch(self._many(tensors, plan, batch, overlap=True), tensors)
 
     def scatter(self, full: torch.Tensor, plan: TokenPlan) -> torch.Tensor:
         """Return this dp rank's rows of ``full`` [G, any width] as a view [L, width]; no communication."""
@@ -217,13 +245,26 @@ class TokenExchange(GroupVerbs):
         for batch in range(batches):
             if not self._dispatch.always_peer:
                 self._maker.reserve_groups(message, batch)
-            if self._dispatch.peer is not None:
+            if self._dispatch.over_memory.peer is not None:
                 self._maker.reserve_peer(message, batch, plans)
 
-    def explain(self, plan: TokenPlan | GraphPlan) -> list[TransportVerdict]:
-        """Return, for each transport, whether it would carry this plan, and why or why not."""
+    def explain(
+        self, plan: TokenPlan | GraphPlan, *, overlap: bool = False, graph: bool = False
+    ) -> list[TransportVerdict]:
+        """Return, for each transport, whether it would carry this plan, and why or why not.
+
+        ``overlap``: by the async verbs, beside computation; ``graph``: in a graph.
+        """
         self._dispatch.check_plan(plan)
-        return list(self._dispatch.explain(plan))
+        return list(self._dispatch.explain(plan, Use(overlap=overlap, graph=graph)))
+
+    def overlap_verdict(self, plan: TokenPlan | GraphPlan, *, graph: bool = False) -> OverlapVerdict:
+        """Return whether a whole step of ``plan`` is faster as two halves that take turns, and why or why not.
+
+        The same on every rank; to be asked when ``Agreement.overlap`` says that all can. ``graph``: in a graph.
+        """
+        self._dispatch.check_plan(plan)
+        return self._dispatch.overlap_verdict(plan, graph=graph)
 
     def stats(self) -> ExchangeStats:
         """Return everything this exchange ever made: see ExchangeStats."""
@@ -235,6 +276,16 @@ class TokenExchange(GroupVerbs):
         For the way out after an error between a call and its ``wait``: the exchange can be used again.
         """
         self._dispatch.drain()
+
+    def give_up(self, error: BaseException) -> None:
+        """Tell the other ranks that this one comes to no call any more, and why; local, and for good.
+
+        For the way out after an error that left calls unmade which the others make. Those of them that wait in peer
+        memory are let go at once, and get a PeerTimeoutError that names this rank and its error; over process
+        groups they wait for the groups' timeout. Here every further call raises ClosedError with the error.
+        """
+        self._forget()
+        self._dispatch.give_up(error)
 
     def close(self) -> None:
         """Give up every buffer and event once the device is done with them; a second call does nothing.
@@ -255,8 +306,12 @@ class TokenExchange(GroupVerbs):
         # After an error the others may never come: don't wait for them, and let the error through.
         self._dispatch.close(wait=kind is None)
 
+    def _measured(self) -> MeasuredTable:
+        where = self.options.table
+        return agreed_table(self.groups, where, device=self.device, hidden=self.hidden, dtype=self.dtype)
+
     def _gather(
-        self, local: torch.Tensor, plan: TokenPlan | GraphPlan, batch: int, *, partial: bool
+        self, local: torch.Tensor, plan: TokenPlan | GraphPlan, batch: int, *, partial: bool, overlap: bool = False
     ) -> Call[torch.Tensor]:
         def admit() -> None:
             self._maker.wanted_local(plan).check(local)
@@ -266,9 +321,12 @@ class TokenExchange(GroupVerbs):
         def make(name: str) -> Call[torch.Tensor]:
             return self._maker.gather(name, plan, batch, partial=partial)
 
-        return self._call(("gather", plan, batch, partial), (Op.GATHER, "gather", partial), admit, make)
+        asked = Asked(Op.GATHER, "gather", plan, batch, partial, overlap)
+        return self._call(asked, "gather", admit, make)
 
-    def _combine(self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, batch: int) -> Call[torch.Tensor]:
+    def _combine(
+        self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, batch: int, *, overlap: bool = False
+    ) -> Call[torch.Tensor]:
         def admit() -> None:
             check_summed("combine", self.dtype)
             self._maker.wanted_partial(plan).check(partial)
@@ -278,7 +336,8 @@ class TokenExchange(GroupVerbs):
         def make(name: str) -> Call[torch.Tensor]:
             return self._maker.combine(name, plan, batch, pulled=pulled)
 
-        return self._call(("combine", plan, batch, pulled), (Op.COMBINE, "combine", pulled), admit, make)
+        asked = Asked(Op.COMBINE, "combine", plan, batch, pulled, overlap)
+        return self._call(asked, "combine", admit, make)
 
     def _pulled(self, partial: torch.Tensor, batch: int) -> bool:
         """Whether ``partial`` is the combine_input of this batch."""
@@ -287,7 +346,7 @@ class TokenExchange(GroupVerbs):
         return partial.numel() > 0 and partial.data_ptr() == self._inputs[batch]
 
     def _many(
-        self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, batch: int
+        self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, batch: int, *, overlap: bool = False
     ) -> Call[list[torch.Tensor]]:
         self._dispatch.check_plan(plan)
         for index, tensor in enumerate(tensors):
@@ -297,33 +356,31 @@ class TokenExchange(GroupVerbs):
         def make(name: str) -> Call[list[torch.Tensor]]:
             return self._maker.many(name, message, plan, batch)
 
-        return self._call((message, plan, batch), (Op.GATHER_MANY, message.verb, False), lambda: None, make)
+        asked = Asked(Op.GATHER_MANY, message.verb, plan, batch, False, overlap)
+        return self._call(asked, message, lambda: None, make)
 
     def _call(
-        self,
-        key: tuple[Any, ...],
-        what: tuple[Op, str, bool],
-        admit: Callable[[], None],
-        make: Callable[[str], Call[T]],
+        self, asked: Asked, what: object, admit: Callable[[], None], make: Callable[[str], Call[T]]
     ) -> Call[T]:
-        """Return the call that is kept under ``key``, or make it; ``admit`` raises when its tensors don't fit."""
+        """Return the call of ``what`` made before, or make it; ``admit`` raises when its tensors don't fit."""
         self._dispatch.check_open()
+        use = Use(overlap=asked.overlap, graph=self._dispatch.slots.capturing)
+        key = (what, asked.plan, asked.batch, asked.partial, use)
         call = self._calls.get(key)
         if call is not None and not call.stale and not self.options.confirm_calls:
             return call
-        plan, batch = key[1], key[2]
-        op, verb, partial = what
-        self._dispatch.check_plan(plan)
+        self._dispatch.check_plan(asked.plan)
         admit()
-        name = self._dispatch.route(plan)
-        self._dispatch.confirm(op, (verb, batch), plan, partial=partial)
+        name = self._dispatch.route(asked.plan, use)
+        self._dispatch.confirm(asked.op, (asked.verb, asked.batch), asked.plan, partial=asked.partial)
         if call is None or call.stale:
             if len(self._calls) >= _CALLS_KEPT:
                 self._forget()
             call = self._calls[key] = make(name)
-            quick = self._dispatch.quick(call)
+            quick = None if use.graph else self._dispatch.quick(call, overlap=use.overlap)
             if quick is not None:
-                self._quick[key] = quick
+                verb = f"{asked.verb}_async" if use.overlap else asked.verb
+                self._quick[verb, asked.plan, asked.batch, asked.partial] = quick
         return call
 
     def _forget(self) -> None:

@@ -50,7 +50,7 @@ class Groups:
         # The side streams of exchanges on these groups, by device, and what a lost rank may yet write.
         self.attached: dict[object, Any] = {}
         # Why peer memory of a device and kind can't be trusted here ("": it can), as its self-test found once.
-        self.qualified: dict[tuple[object, str], str] = {}
+        self.qualified: dict[tuple[object, str], dict[str, str]] = {}
         world = dist.get_process_group_ranks(groups["world"])
         if len(world) != layout.world_size:
             raise ConfigError(f"the world group must hold {layout.world_size} ranks, got {len(world)}")

@@ -9,9 +9,12 @@ import torch
 from rocm_dp.calls import GroupCall, PeerCall, Wanted
 from rocm_dp.checks import SUMMED_DTYPES
 from rocm_dp.graphs import GraphPlan
+from rocm_dp.kernels.peer import MAX_FIELDS
 from rocm_dp.plan import PaddingMode, TokenPlan
+from rocm_dp.routing import NEED_PROOF
 from rocm_dp.transports import registry
-from rocm_dp.transports.peer import MAX_FIELDS, rows_of
+from rocm_dp.transports.peer import PeerTransport
+from rocm_dp.transports.places import rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,9 +24,21 @@ if TYPE_CHECKING:
     from rocm_dp.layout import RankLayout
     from rocm_dp.memory.slots import Slot, SlotPool
     from rocm_dp.messages import MessageLayout
-    from rocm_dp.transports.peer import Launch, PeerTransport
+    from rocm_dp.transports.copy_engine import CopyEngineTransport
+    from rocm_dp.transports.launch import Launch
 
 Plan: TypeAlias = "TokenPlan | GraphPlan"
+
+
+class OverMemory(NamedTuple):
+    """The transports over peer memory; None: not to be had here."""
+
+    peer: PeerTransport | None = None
+    copy_engine: CopyEngineTransport | None = None
+
+    def named(self, name: str) -> PeerTransport | CopyEngineTransport | None:
+        """Return the one of this name."""
+        return {"peer": self.peer, "copy_engine": self.copy_engine}.get(name)
 
 
 class Shape(NamedTuple):
@@ -43,12 +58,12 @@ class Shape(NamedTuple):
 
 
 class CallMaker:
-    """Makes the calls of one exchange. ``peer`` None: there is no peer memory."""
+    """Makes the calls of one exchange; ``over_memory``: what makes them over peer memory, where there is any."""
 
     def __init__(
-        self, layout: RankLayout, groups: Groups, shape: Shape, slots: SlotPool, peer: PeerTransport | None
+        self, layout: RankLayout, groups: Groups, shape: Shape, slots: SlotPool, over_memory: OverMemory
     ) -> None:
-        self._layout, self._shape, self._slots, self._peer = layout, shape, slots, peer
+        self._layout, self._shape, self._slots, self._over_memory = layout, shape, slots, over_memory
         self._transports = registry.build(layout, groups)
 
     def wanted_local(self, plan: Plan) -> Wanted:
@@ -76,8 +91,9 @@ class CallMaker:
     def gather(self, name: str, plan: Plan, batch: int, *, partial: bool) -> Call[torch.Tensor]:
         """Return the gather of ``plan`` over transport ``name``."""
         key, wanted = ("gather", batch), [self.wanted_local(plan)]
-        if name == "peer":
-            return self._peer_gather(key, plan, wanted, partial=partial)
+        over_memory = self._over_memory.named(name)
+        if over_memory is not None:
+            return self._memory_gather(over_memory, name, key, plan, wanted, partial=partial)
         assert not isinstance(plan, GraphPlan)
         transport, host_plan = self._transports[name], plan
         slot = self._slot(key, plan.rows, self._shape.max_rows)
@@ -90,20 +106,23 @@ class CallMaker:
 
     def combine_input(self, plan: Plan, batch: int) -> torch.Tensor:
         """Return the [G, H] of peer memory from which a pulled combine reads."""
-        shape = self._shape
-        return self._over_peers.input_of(("combine", batch), rows_of(plan), shape.hidden, shape.dtype)
+        shape, peer = self._shape, self._over_memory.peer
+        assert peer is not None
+        return peer.input_of(("combine", batch), rows_of(plan), shape.hidden, shape.dtype)
 
     def combine(self, name: str, plan: Plan, batch: int, *, pulled: bool = False) -> Call[torch.Tensor]:
         """Return the combine of ``plan`` over transport ``name``; ``pulled``: of what lies in ``combine_input``."""
         key, wanted = ("combine", batch), [self.wanted_partial(plan)]
         local_rows, most = self.local_rows(plan), self._shape.max_combine_rows
-        if name == "peer":
+        over_memory = self._over_memory.named(name)
+        if over_memory is not None:
             slot = self._slot(key, local_rows, most)
             own = self._view(slot, local_rows)
             behind = local_rows if isinstance(plan, GraphPlan) else 0
-            make = self._over_peers.pull if pulled else self._over_peers.combine
+            # Copies come from any memory: only kernels gain by addends that lie where all can read.
+            make = over_memory.pull if pulled and isinstance(over_memory, PeerTransport) else over_memory.combine
             launch = make(key, rows_of(plan), own, out_rows=behind)
-            return PeerCall("peer.combine", slot, wanted, launch, _single(launch.results), fixed=self._fixed)
+            return PeerCall(f"{name}.combine", slot, wanted, launch, _single(launch.results), fixed=self._fixed)
         assert not isinstance(plan, GraphPlan)
         transport, host_plan = self._transports[name], plan
         rows, first = transport.combine_rows(plan)
@@ -119,16 +138,17 @@ class CallMaker:
     def many(self, name: str, message: MessageLayout, plan: Plan, batch: int) -> Call[list[torch.Tensor]]:
         """Return the gather of the tensors of ``message``."""
         key, wanted = (message.verb, batch), self.wanted_many(message, plan)
-        if name == "peer" and len(message.fields) <= MAX_FIELDS:
+        over_memory = self._over_memory.named(name)
+        if over_memory is not None and len(message.fields) <= MAX_FIELDS:
             slot = self._slot(key, 0, self._shape.max_rows)
-            gather = self._over_peers.gather(key, rows_of(plan), message.fields)
-            return PeerCall("peer.gather_many", slot, wanted, gather, gather.results, fixed=self._fixed)
+            gather = over_memory.gather(key, rows_of(plan), message.fields)
+            return PeerCall(f"{name}.gather_many", slot, wanted, gather, gather.results, fixed=self._fixed)
         local_rows = self.local_rows(plan)
         slot = self._message_slot(message, batch, local_rows, plan.rows)
         packed, arrived, outs = message.carve(slot.buffer, local_rows, plan.rows)
-        if name == "peer":
+        if over_memory is not None:
             bytes_ = [(message.row_bytes, torch.uint8)]
-            launch = self._over_peers.gather(key, rows_of(plan), bytes_)
+            launch = over_memory.gather(key, rows_of(plan), bytes_)
 
             def over_peers(tensors: Sequence[torch.Tensor], stream: int) -> None:
                 message.pack(packed, tensors)
@@ -136,7 +156,9 @@ class CallMaker:
                 launch((packed.data_ptr(),), stream)
                 message.unpack(outs, there)
 
-            return GroupCall("peer.gather_many", slot, wanted, over_peers, outs, fixed=self._fixed, launch=launch)
+            return GroupCall(
+                f"{name}.gather_many", slot, wanted, over_peers, outs, fixed=self._fixed, launch=launch
+            )
         assert not isinstance(plan, GraphPlan)
         transport, host_plan = self._transports[name], plan
 
@@ -167,39 +189,50 @@ class CallMaker:
             self._slot(("combine", batch), local_rows, self._shape.max_combine_rows)
             if self._layout.tp_size > 1:
                 self._slot(("gather", batch), local_rows, local_rows)
-            self.combine("peer", TokenPlan((1, *[0] * (dp - 1)), PaddingMode.SUM_LEN), batch)
+            one = TokenPlan((1, *[0] * (dp - 1)), PaddingMode.SUM_LEN)
+            for name in self._names(one):
+                self.combine(name, one, batch)
         if message and len(message.fields) > MAX_FIELDS:
             self._message_slot(message, batch, local_rows, full.rows)
         every: list[Plan] = [full, *plans]
         for plan in every:
-            self.gather("peer", plan, batch, partial=False)
-            if can_sum:
-                self.gather("peer", plan, batch, partial=True)
-                self.combine("peer", plan, batch)
-            if message:
-                self.many("peer", message, plan, batch)
+            for name in self._names(plan):
+                self.gather(name, plan, batch, partial=False)
+                if can_sum:
+                    self.gather(name, plan, batch, partial=True)
+                    self.combine(name, plan, batch)
+                if message:
+                    self.many(name, message, plan, batch)
 
     @property
     def _fixed(self) -> bool:
         return self._shape.max_rows is not None
 
-    @property
-    def _over_peers(self) -> PeerTransport:
-        assert self._peer is not None
-        return self._peer
+    def _names(self, plan: Plan) -> list[str]:
+        """Return the transports over peer memory that can carry ``plan``."""
+        able = NEED_PROOF if isinstance(plan, TokenPlan) else NEED_PROOF[:1]
+        return [name for name in able if self._over_memory.named(name) is not None]
 
-    def _peer_gather(
-        self, key: tuple[str, int], plan: Plan, wanted: list[Wanted], *, partial: bool
+    def _memory_gather(
+        self,
+        over_memory: PeerTransport | CopyEngineTransport,
+        name: str,
+        key: tuple[str, int],
+        plan: Plan,
+        wanted: list[Wanted],
+        *,
+        partial: bool,
     ) -> Call[torch.Tensor]:
         shape, rows = self._shape, rows_of(plan)
+        launch: Launch
         if partial and self._layout.tp_size > 1:
             local_rows = self.local_rows(plan)
             slot = self._slot(key, local_rows, shape.max_local_rows)
-            launch: Launch = self._over_peers.gather_partial(key, rows, self._view(slot, local_rows))
+            launch = over_memory.gather_partial(key, rows, self._view(slot, local_rows))
         else:
             slot = self._slot(key, 0, shape.max_rows)
-            launch = self._over_peers.gather(key, rows, [(shape.hidden, shape.dtype)])
-        return PeerCall("peer.gather", slot, wanted, launch, _single(launch.results), fixed=self._fixed)
+            launch = over_memory.gather(key, rows, [(shape.hidden, shape.dtype)])
+        return PeerCall(f"{name}.gather", slot, wanted, launch, _single(launch.results), fixed=self._fixed)
 
     def _view(self, slot: Slot, rows: int) -> torch.Tensor:
         return slot.view(rows, self._shape.hidden, self._shape.dtype)

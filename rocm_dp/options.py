@@ -17,8 +17,10 @@ MIN_IN_FLIGHT = 9 * (RECORDS_PER_CALL + 1)
 class Options:
     """Options of a TokenExchange; equal on all ranks.
 
-    ``transport``: use this one and no other (None: the first in the table that can). ``peer_memory``: how ranks
-    on GPUs share memory, "ipc" (handles of HIP or CUDA) or "symmetric" (torch's). ``max_events``: cap of the
+    ``transport``: use this one and no other (None: the best in the table that can). ``table``: where rank 0 finds
+    what was measured: a path, or "tuned" for what ``rocm-dp tune`` left for this machine, if it did (None: go by
+    built-in rules). ``peer_memory``: how ranks on GPUs share it, "ipc" (handles of HIP or CUDA) or "symmetric"
+    (torch's). ``max_events``: cap of the
     event pool. ``max_in_flight``: how many event records the host may run ahead of the device, those of
     torch.distributed counted in. ``timeout``: seconds that the host waits for the device, and a kernel for its
     peers, before a rank is taken for lost. These three are those of the comm stream, so exchanges on the same
@@ -31,6 +33,7 @@ class Options:
     """
 
     transport: str | None = None
+    table: str | None = "tuned"
     peer_memory: str = "ipc"
     max_events: int = 256
     max_in_flight: int = 1024

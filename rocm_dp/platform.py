@@ -35,3 +35,8 @@ def host_id(proc: Path = Path("/proc")) -> int:
 def environment() -> dict[str, str]:
     """Return the environment variables that may explain a figure, in order of their names."""
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TELLING)}
+
+
+def cache_folder() -> Path:
+    """Return the folder for what was found out about this machine: below XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rocm_dp"

@@ -1,18 +1,20 @@
-"""Which transport carries a call, and why. Pure: the same inputs give the same answer on every rank."""
+"""Which transport carries a call, whether overlap pays, and why. Pure: the same answer on every rank."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from rocm_dp.errors import ConfigError, TransportRefusedError
-from rocm_dp.plan import TokenPlan
+from rocm_dp.measured import MeasuredTable
+from rocm_dp.plan import Phase, TokenPlan
 
 if TYPE_CHECKING:
     from rocm_dp.graphs import GraphPlan
 
-NAMES = ("peer", "all_gather", "all_gather_v", "all_reduce")
-NEED_PROOF = ("peer",)  # trusted only after they passed a self-test on this very machine
+NAMES = ("peer", "copy_engine", "all_gather", "all_gather_v", "all_reduce")
+NEED_PROOF = ("peer", "copy_engine")  # trusted only after they passed a self-test on this very machine
+_HALVES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,20 +31,56 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Transports in order of preference; the first that does not refuse is chosen.
+class Use:
+    """How a call will run: beside the computation of the other half (``overlap``), and within a ``graph``."""
 
-    The built-in order: kernels over peer memory where they passed their self-test. Otherwise equal sizes take the
-    equal-size collective; failing that only the real rows are moved, and an all-reduce, which moves every row of
-    the buffer twice, comes last.
+    overlap: bool = False
+    graph: bool = False
+
+
+SERIAL = Use()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Transports in order of preference; the first that does not refuse is chosen. ``measured`` comes before that.
+
+    The built-in order: kernels over peer memory where they passed their self-test, and copies by DMA in a prefill
+    that is overlapped, where kernels would take compute units away. Otherwise equal sizes take the equal-size
+    collective; failing that only the real rows are moved, and an all-reduce, which moves every row of the buffer
+    twice, comes last.
     """
 
     order: tuple[str, ...] = NAMES
+    measured: MeasuredTable = field(default=MeasuredTable())
 
     def __post_init__(self) -> None:
         unknown = set(self.order) - set(NAMES)
         if unknown or not self.order:
             raise ConfigError(f"transports must be among {NAMES}, got {self.order}")
+
+    def needs(self, name: str) -> bool:
+        """Whether transport ``name`` must be tested: it may be chosen, or does a part of what may."""
+        return name in self.order or (name == "peer" and "copy_engine" in self.order)
+
+    def ranked(self, plan: TokenPlan | GraphPlan, use: Use) -> list[tuple[str, str]]:
+        """Return the transports, the best first, and what speaks for each."""
+        times = self.times(plan, use)
+        order = self.order
+        if use.overlap and isinstance(plan, TokenPlan) and plan.phase is Phase.PREFILL:
+            order = tuple(sorted(order, key=lambda name: name != "copy_engine"))
+        known = sorted(
+            (name for name in order if (name, use.overlap) in times), key=lambda name: times[name, use.overlap]
+        )
+        said = [(name, f"measured: {times[name, use.overlap]:.1f} us a layer") for name in known]
+        return said + [(name, "first in the table that can") for name in order if name not in known]
+
+    def times(self, plan: TokenPlan | GraphPlan, use: Use) -> dict[tuple[str, bool], float]:
+        """Return what was measured for steps like this plan's; overlapped, the plan is one half of a step."""
+        halves = _HALVES if use.overlap else 1
+        if isinstance(plan, TokenPlan):
+            return self.measured.times(plan.total * halves, plan.skew, graph=use.graph)
+        return self.measured.times(plan.rows * halves, 1.0, graph=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +92,20 @@ class TransportVerdict:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class OverlapVerdict:
+    """Whether running a step as two halves that take turns pays, and why or why not."""
+
+    pays: bool
+    reason: str
+
+
 def refusal(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> str | None:
     """Return why transport ``name`` can't carry this plan, or None when it can."""
-    if name in NEED_PROOF:
-        if name in facts.qualified:
-            return None
+    if name in NEED_PROOF and name not in facts.qualified:
         return dict(facts.unqualified).get(name, "has not passed its self-test here")
+    if name == "peer":
+        return None
     if not isinstance(plan, TokenPlan):
         return "needs counts on the host"
     if name == "all_gather":
@@ -70,17 +116,19 @@ def refusal(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> str | None:
     return None
 
 
-def choose(plan: TokenPlan | GraphPlan, facts: Facts, table: Table) -> tuple[TransportVerdict, ...]:
+def choose(
+    plan: TokenPlan | GraphPlan, facts: Facts, table: Table, use: Use = SERIAL
+) -> tuple[TransportVerdict, ...]:
     """Judge every transport of ``table`` for this plan, in order of preference; at most one is chosen."""
     verdicts: list[TransportVerdict] = []
     chosen: str | None = None
-    for name in table.order:
+    for name, reason in table.ranked(plan, use):
         no = refusal(name, plan, facts)
         if no is not None:
             verdicts.append(TransportVerdict(name, chosen=False, reason=no))
         elif chosen is None:
             chosen = name
-            verdicts.append(TransportVerdict(name, chosen=True, reason="first in the table that can"))
+            verdicts.append(TransportVerdict(name, chosen=True, reason=reason))
         else:
             verdicts.append(TransportVerdict(name, chosen=False, reason=f"could, but {chosen} comes first"))
     return tuple(verdicts)
@@ -92,3 +140,30 @@ def chosen_name(verdicts: tuple[TransportVerdict, ...]) -> str:
         if verdict.chosen:
             return verdict.name
     raise TransportRefusedError("; ".join(f"{verdict.name} {verdict.reason}" for verdict in verdicts))
+
+
+def overlap_verdict(plan: TokenPlan | GraphPlan, facts: Facts, table: Table, *, graph: bool) -> OverlapVerdict:
+    """Say whether a step of ``plan`` is faster as two halves, one computing while the other's rows are under way.
+
+    By what was measured, if anything was. Otherwise a prefill is, and what a graph replays over peer memory; an
+    eager decode is launched too slowly to hide anything.
+    """
+    times = table.times(plan, Use(graph=graph))
+    able = {
+        kind: us for kind, us in times.items() if kind[0] in table.order and refusal(kind[0], plan, facts) is None
+    }
+    whole = min((us for (_, overlapped), us in able.items() if not overlapped), default=None)
+    halves = min((us for (_, overlapped), us in able.items() if overlapped), default=None)
+    if whole is not None and halves is not None:
+        return OverlapVerdict(halves < whole, f"measured: {halves:.1f} us a layer in halves, {whole:.1f} at once")
+    if isinstance(plan, TokenPlan) and plan.total < _HALVES:
+        return OverlapVerdict(pays=False, reason="there is nothing to split")
+    if isinstance(plan, TokenPlan) and plan.phase is Phase.PREFILL:
+        return OverlapVerdict(pays=True, reason="not measured here: a prefill mostly gains")
+    if graph and facts.qualified:
+        return OverlapVerdict(
+            pays=True, reason="not measured here: what a graph replays over peer memory mostly gains"
+        )
+    return OverlapVerdict(
+        pays=False, reason="not measured here: what the host launches is too small to hide anything"
+    )

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 import torch
 from bad_kernels import no_wait
 from exchange_cases import MANY, Grid, H, an_exchange, any_bits, numbers
 from peer_kernel_cases import a_device
+from rocm_dp.kernels import copied_triton, pull_triton
 from rocm_dp.kernels import peer as kernels
-from rocm_dp.kernels import pull_triton
 from rocm_dp.kernels.peer_triton import buffer_of
 
 from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan, reference
@@ -24,6 +24,7 @@ from rocm_dp.errors import (
     CapacityError,
     ConfigError,
     PeerRefusedError,
+    RankMismatchError,
     RocmDpError,
     TensorError,
     TransportRefusedError,
@@ -42,11 +43,17 @@ MOST = 10  # rows of a dp rank
 
 @contextmanager
 def over_peers(
-    rank: int, grid: Grid, dtype: torch.dtype = torch.float32, *, timeout: float = 60.0, **options: object
+    rank: int,
+    grid: Grid,
+    dtype: torch.dtype = torch.float32,
+    *,
+    timeout: float = 60.0,
+    transport: str | None = "peer",
+    **options: object,
 ) -> Iterator[TokenExchange]:
     """An exchange on peer memory alone, with all reserved, on a GPU shared with other ranks or on the CPU."""
     layout, device = grid.layout(rank), a_device(rank)
-    chosen = Options(transport="peer", timeout=timeout, **options)  # type: ignore[arg-type]
+    chosen = Options(transport=transport, timeout=timeout, **options)  # type: ignore[arg-type]
     with (
         Groups.create(layout, backend="gloo", timeout=timedelta(seconds=60)) as groups,
         TokenExchange(
@@ -257,7 +264,7 @@ def two_exchanges_one_self_test(rank: int, grid: Grid) -> tuple[int, bool]:
         with patch.object(Channels, "__init__", counted):
             for _ in range(3):
                 TokenExchange(layout, groups, device="cpu", hidden=H, dtype=torch.float32).close()
-        return made, groups.qualified == {(torch.device("cpu"), "ipc"): ""}
+        return made, groups.qualified == {(torch.device("cpu"), "ipc"): {"peer": "", "copy_engine": ""}}
 
 
 def results_outlive_the_exchange(rank: int, grid: Grid) -> bool:
@@ -299,7 +306,7 @@ def other_slots(rank: int, grid: Grid) -> tuple[bool, bool]:
         with over_peers(rank, grid, timeout=1.0) as exchange:
             for turn in range(6):
                 if (rank, turn) == (0, 3):
-                    exchange._calls["gather", plan, 0, False].launch.repeat_slot()  # type: ignore[attr-defined]
+                    next(iter(exchange._calls.values())).launch.repeat_slot()  # type: ignore[attr-defined]
                 locals_ = [numbers(2, H, torch.float32, seed=turn * 8 + dp) for dp in range(grid.dp)]
                 got = exchange.gather(locals_[rank].to(exchange.device), plan).cpu()
                 for part, want in zip((got[:2], got[2:]), locals_, strict=True):
@@ -411,6 +418,66 @@ def overwritten_at_once(rank: int, grid: Grid, steps: int, waits: str) -> int:
             wrong += reference.sum_error(got, own) > 1
             exchange.groups.control.texts("done")
     return wrong
+
+
+def copies_and_kernels(rank: int, grid: Grid, steps: int) -> tuple[int, dict[str, int]]:
+    """A prefill's verbs go by kernels, its async verbs by copies: how many differ, and what was called."""
+    wrong, generator = 0, torch.Generator().manual_seed(9)
+    with over_peers(rank, grid, transport=None) as exchange:
+        for step in range(steps):
+            plan = TokenPlan(random_counts(grid, generator), PaddingMode.SUM_LEN)
+            dp, replicas = exchange.layout.dp_rank, exchange.layout.replicas
+            locals_ = [numbers(n, H, torch.float32, seed=step * 64 + d) for d, n in enumerate(plan.counts)]
+            want = reference.gather([rows for rows in locals_ for _ in range(replicas)], plan)
+            mine = locals_[dp].to(exchange.device)
+            wrong += not reference.same_bits(exchange.gather(mine, plan).cpu(), want)
+            wrong += not reference.same_bits(exchange.gather_async(mine, plan).wait().cpu(), want)
+            partials = [numbers(plan.rows, H, torch.float32, seed=step * 64 + r) for r in range(grid.world)]
+            own = partials[rank].to(exchange.device)
+            pushed = exchange.combine(own, plan).clone()
+            wrong += not reference.same_bits(exchange.combine_async(own, plan).wait().cpu(), pushed.cpu())
+            wrong += reference.sum_error(pushed.cpu(), [p[reference.scatter_range(plan, dp)] for p in partials]) > 1
+        return wrong, dict(exchange.stats().calls)
+
+
+def copies_of_a_late_rank(rank: int, grid: Grid, steps: int, meeting: str) -> int:
+    """Rank 1 comes late with its copies: how many results differ. ``meeting`` "goes on": nobody waits for them."""
+    wrong, plan = 0, TokenPlan((2, 2), PaddingMode.SUM_LEN)
+    with over_peers(rank, grid, transport="copy_engine") as exchange, ExitStack() as stack:
+        if meeting == "goes on":
+            stack.enter_context(patch.object(copied_triton, "wait", no_wait))
+        for step in range(steps):
+            locals_ = [any_bits(2, H, torch.float32, seed=step * 64 + d) for d in range(2)]
+            if rank == 1:
+                time.sleep(0.3)
+            got = exchange.gather(locals_[rank].to(exchange.device), plan).cpu()
+            wrong += not reference.same_bits(got, reference.gather(locals_, plan))
+    return wrong
+
+
+class GivenUp(NamedTuple):
+    """Whether what did not come reads NaN, what the next call said, and after how long."""
+
+    spoilt: bool
+    said: str
+    seconds: float
+
+
+def one_rank_gives_up(rank: int, grid: Grid, transport: str) -> GivenUp:
+    """Rank 1 fails between two calls and gives up; rank 0 goes on."""
+    plan, spoilt, start = TokenPlan((2, 2), PaddingMode.SUM_LEN), False, time.monotonic()
+    with suppress(RankMismatchError), over_peers(rank, grid, transport=transport) as exchange:
+        local = torch.ones(2, H, device=exchange.device)
+        exchange.gather(local, plan)
+        try:
+            if rank == 1:
+                exchange.give_up(ValueError("half a batch was lost"))
+            got = exchange.gather(local, plan)
+            spoilt = bool(got[2:].isnan().all()) and bool((got[:2] == 1).all())
+            exchange.gather(local, plan)
+        except RocmDpError as error:
+            return GivenUp(spoilt, f"{type(error).__name__}: {error}", time.monotonic() - start)
+    return GivenUp(spoilt, "", 0.0)
 
 
 def no_combine_input(rank: int, grid: Grid) -> str:

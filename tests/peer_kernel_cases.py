@@ -17,13 +17,14 @@ from rocm_dp.control import Op
 from rocm_dp.graphs import GraphPlan
 from rocm_dp.memory.channels import Channels
 from rocm_dp.plan import split_rows
-from rocm_dp.transports.peer import PeerTransport, Room, rows_of
+from rocm_dp.transports.peer import PeerTransport
+from rocm_dp.transports.places import Places, Room, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from rocm_dp.memory.channels import Late
-    from rocm_dp.transports.peer import Launch
+    from rocm_dp.transports.launch import Launch
     from rocm_dp.transports.peer_calls import GatherLaunch
 
 CAPACITY = 24
@@ -69,7 +70,7 @@ def peers(rank: int, grid: Grid, *, timeout: float = LONG, reserve: bool = True)
     with Groups.create(layout, backend="gloo", timeout=timedelta(seconds=60)) as groups:
         channels = Channels(groups, device, timeout=timeout)
         room = Room(CAPACITY, CAPACITY) if reserve else None
-        yield Peers(grid, rank, groups, channels, PeerTransport(layout, channels, reserve=room), device)
+        yield Peers(grid, rank, groups, channels, PeerTransport(Places(layout, channels, reserve=room)), device)
         channels.close(collective=True)
 
 

@@ -19,7 +19,16 @@ import bad_kernels
 import pytest
 import torch
 import triton
-from rocm_dp.kernels import combine_triton, gather_triton, peer, peer_triton, pull_triton, rows, rows_triton
+from rocm_dp.kernels import (
+    combine_triton,
+    copied_triton,
+    gather_triton,
+    peer,
+    peer_triton,
+    pull_triton,
+    rows,
+    rows_triton,
+)
 from rocm_dp.kernels.launch import Launcher
 
 from rocm_dp import PaddingMode, RankLayout, TokenPlan
@@ -139,10 +148,10 @@ def test_rows_that_are_pushed_in_pieces_are_caught() -> None:
 
 
 def test_every_kernel_of_the_folder_is_in_the_catalog() -> None:
-    # Those two move no rows: one writes the counts of a graph's plan, the other times a look at a flag.
-    judged = {form.kernel.__name__ for form in all_forms()} | {"write_counts", "look"}
+    # Those move no rows: they write the counts of a graph's plan, time a look at a flag, end all waits.
+    judged = {form.kernel.__name__ for form in all_forms()} | {"write_counts", "look", "give_up"}
     launched = set()
-    for module in (rows_triton, peer_triton, gather_triton, combine_triton, pull_triton):
+    for module in (rows_triton, peer_triton, gather_triton, combine_triton, copied_triton, pull_triton):
         tree = ast.parse(Path(str(module.__file__)).read_text())
         for name in (node.name for node in tree.body if isinstance(node, ast.FunctionDef)):
             # What other kernels call has no numbers of a launch, so nothing exempt from specialisation.
@@ -150,7 +159,9 @@ def test_every_kernel_of_the_folder_is_in_the_catalog() -> None:
                 launched |= {name} if any(param.do_not_specialize for param in made.params) else set()
     assert judged == launched
     files = {path.stem for path in Path(rows_triton.__file__).parent.glob("*_triton.py")}
-    assert files == {"rows_triton", "peer_triton", "gather_triton", "combine_triton", "pull_triton"}
+    assert files == {
+        *("rows_triton", "peer_triton", "gather_triton", "combine_triton", "copied_triton", "pull_triton")
+    }
 
 
 def test_wave32_and_missing_metadata_are_caught() -> None:

@@ -73,15 +73,41 @@ def cases_for(grid: Grid, dtype: torch.dtype, transport: str | None) -> list[Cas
     ]
 
 
+@pytest.mark.parametrize("transport", [None, "copy_engine"])
 @pytest.mark.parametrize(
     "grid",
     [Grid(2, 2), *(pytest.param(g, marks=pytest.mark.soak) for g in MORE_GRIDS)],
     ids=str,
 )
-def test_every_verb_equals_the_oracle(interpreted: Ranks, grid: Grid) -> None:
+def test_every_verb_equals_the_oracle(interpreted: Ranks, grid: Grid, transport: str | None) -> None:
     # Left to itself the library takes peer memory, once that passed its self-test.
-    chosen = cases_for(grid, torch.float32, None)
+    chosen = cases_for(grid, torch.float32, transport)
     assert interpreted(grid.world).run(every_verb, grid, chosen) == [len(chosen)] * grid.world
+
+
+@pytest.mark.parametrize("grid", [Grid(2, 2), pytest.param(Grid(4, 2), marks=pytest.mark.soak)], ids=str)
+def test_copies_and_kernels_take_turns_on_one_channel_and_give_the_same_bits(
+    interpreted: Ranks, grid: Grid
+) -> None:
+    for wrong, calls in interpreted(grid.world).run(cases.copies_and_kernels, grid, 4):
+        assert wrong == 0
+        assert calls == {f"{name}.{verb}": 4 for name in ("peer", "copy_engine") for verb in ("gather", "combine")}
+
+
+def test_without_the_wait_behind_the_copies_results_are_wrong(interpreted: Ranks) -> None:
+    assert interpreted(2).run(cases.copies_of_a_late_rank, PAIR, 2, "waits") == [0, 0]
+    assert sum(interpreted(2).run(cases.copies_of_a_late_rank, PAIR, 2, "goes on")) > 0
+
+
+@pytest.mark.parametrize("transport", ["peer", "copy_engine"])
+def test_a_rank_that_gives_up_lets_nobody_wait(interpreted: Ranks, transport: str) -> None:
+    first, other = interpreted(2).run(cases.one_rank_gives_up, PAIR, transport)
+    assert first.spoilt
+    assert first.seconds < 5
+    assert "PeerTimeoutError: gather of batch 0" in first.said
+    assert "rank 1 gave up, or did not come in 60 s" in first.said
+    assert "rank 1: ValueError: half a batch was lost" in first.said
+    assert other.said == "ClosedError: these groups can't be used after: ValueError: half a batch was lost"
 
 
 @pytest.mark.soak
@@ -146,7 +172,7 @@ def test_a_lost_rank_is_named_to_the_others_within_the_bound_and_nothing_hangs(h
         assert one["error"] == "PeerTimeoutError"
         assert one["missing"] == [1]
         assert one["call"] in (["gather", 0], ["combine", 0])
-        assert "no sign of rank 1 in 1 s" in one["said"]
+        assert "rank 1 gave up, or did not come in 1 s" in one["said"]
         assert "can't be used after" in one["after"]
         # By the looks of an interpreter that shares two cores, and the moments in which ranks tell what they did.
         assert one["seconds"] < 30

@@ -12,14 +12,26 @@ from hypothesis import strategies as st
 
 from rocm_dp.errors import ConfigError, TransportRefusedError
 from rocm_dp.graphs import GraphPlan
-from rocm_dp.plan import PaddingMode, TokenPlan
-from rocm_dp.routing import NAMES, Facts, Table, TransportVerdict, choose, chosen_name, refusal
+from rocm_dp.measured import Measured, MeasuredTable
+from rocm_dp.plan import PaddingMode, Phase, TokenPlan
+from rocm_dp.routing import (
+    NAMES,
+    NEED_PROOF,
+    Facts,
+    Table,
+    TransportVerdict,
+    Use,
+    choose,
+    chosen_name,
+    overlap_verdict,
+    refusal,
+)
 
 ANY = settings(max_examples=100, deadline=None)
-ORDERS = [order for size in range(1, len(NAMES) + 1) for order in permutations(NAMES, size)]
+ORDERS = [order for size in (1, 2, len(NAMES)) for order in permutations(NAMES, size)]
 OTHERS = tuple(name for name in NAMES if name != "peer")
-QUALIFIED = Facts(qualified=("peer",))
-NO_LINK = Facts(unqualified=(("peer", "has no link to rank 1"),))
+QUALIFIED = Facts(qualified=NEED_PROOF)
+NO_LINK = Facts(unqualified=tuple((name, "has no link to rank 1") for name in NEED_PROOF))
 NO_PROOF = "has not passed its self-test here"
 
 
@@ -35,22 +47,24 @@ TOKEN_PLANS = st.builds(
 )
 GRAPH_PLANS = st.builds(graph_plan, st.integers(1, 8), st.integers(1, 9), st.integers(0, 9))
 PLANS = TOKEN_PLANS | GRAPH_PLANS
-REFUSED = st.tuples(st.just("peer"), st.sampled_from(["has no link to rank 1", "read back other bytes"]))
-FACTS = st.builds(Facts, replicas=st.integers(1, 8), qualified=st.just(("peer",))) | st.builds(
-    Facts, replicas=st.integers(1, 8), unqualified=st.lists(REFUSED, max_size=1).map(tuple)
+REFUSED = st.tuples(
+    st.sampled_from(NEED_PROOF), st.sampled_from(["has no link to rank 1", "read back other bytes"])
 )
+FACTS = st.builds(
+    Facts, replicas=st.integers(1, 8), qualified=st.sampled_from([(), ("peer",), ("copy_engine",), NEED_PROOF])
+) | st.builds(Facts, replicas=st.integers(1, 8), unqualified=st.lists(REFUSED, max_size=1).map(tuple))
 TABLES = st.sampled_from(ORDERS).map(Table)
 
 
 def can_carry(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> bool:
-    """Peer memory carries all when it was proven; without it the counts must lie on the host.
+    """Kernels over peer memory carry all when they were proven; for all others the counts must lie on the host.
 
     The equal-size collective is particular besides: equal sizes, each cut into equal parts by its ranks.
     """
-    if name == "peer":
-        return facts.qualified == ("peer",)
-    if isinstance(plan, GraphPlan):
+    if name in NEED_PROOF and name not in facts.qualified:
         return False
+    if isinstance(plan, GraphPlan):
+        return name == "peer"
     equal = all(size == plan.sizes[0] for size in plan.sizes)
     return name != "all_gather" or (equal and plan.sizes[0] % facts.replicas == 0)
 
@@ -62,7 +76,7 @@ def verdict(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> TransportVe
 
 
 def test_peer_memory_comes_first_and_all_reduce_last() -> None:
-    assert Table().order == NAMES == ("peer", "all_gather", "all_gather_v", "all_reduce")
+    assert Table().order == NAMES == ("peer", "copy_engine", "all_gather", "all_gather_v", "all_reduce")
 
 
 @ANY
@@ -135,13 +149,16 @@ def test_a_graph_plan_is_refused_by_every_transport_that_needs_counts_on_the_hos
     plan: GraphPlan, facts: Facts
 ) -> None:
     for name in OTHERS:
+        if name in NEED_PROOF and name not in facts.qualified:
+            continue
         assert verdict(name, plan, facts) == TransportVerdict(name, chosen=False, reason="needs counts on the host")
 
 
 @pytest.mark.parametrize(("facts", "reason"), [(Facts(), NO_PROOF), (NO_LINK, "has no link to rank 1")])
 def test_without_proven_peer_memory_a_graph_plan_is_an_error_with_every_reason(facts: Facts, reason: str) -> None:
-    others = "; ".join(f"{name} needs counts on the host" for name in OTHERS)
-    with pytest.raises(TransportRefusedError, match="^" + re.escape(f"peer {reason}; {others}") + "$"):
+    others = "; ".join(f"{name} needs counts on the host" for name in NAMES if name not in NEED_PROOF)
+    first = "; ".join(f"{name} {reason}" for name in NEED_PROOF)
+    with pytest.raises(TransportRefusedError, match="^" + re.escape(f"{first}; {others}") + "$"):
         chosen_name(choose(graph_plan(2, 4, 4), facts, Table()))
 
 
@@ -150,6 +167,7 @@ def test_without_proven_peer_memory_equal_sizes_take_the_equal_size_collective(f
     plan = TokenPlan((3, 5), PaddingMode.MAX_LEN)
     assert choose(plan, facts, Table()) == (
         TransportVerdict("peer", chosen=False, reason=reason),
+        TransportVerdict("copy_engine", chosen=False, reason=reason),
         TransportVerdict("all_gather", chosen=True, reason="first in the table that can"),
         TransportVerdict("all_gather_v", chosen=False, reason="could, but all_gather comes first"),
         TransportVerdict("all_reduce", chosen=False, reason="could, but all_gather comes first"),
@@ -159,6 +177,7 @@ def test_without_proven_peer_memory_equal_sizes_take_the_equal_size_collective(f
 def test_with_proven_peer_memory_the_others_could_or_say_why_not() -> None:
     assert choose(TokenPlan((3, 5), PaddingMode.SUM_LEN), QUALIFIED, Table()) == (
         TransportVerdict("peer", chosen=True, reason="first in the table that can"),
+        TransportVerdict("copy_engine", chosen=False, reason="could, but peer comes first"),
         TransportVerdict("all_gather", chosen=False, reason="needs equal sizes, the dp ranks have (3, 5)"),
         TransportVerdict("all_gather_v", chosen=False, reason="could, but peer comes first"),
         TransportVerdict("all_reduce", chosen=False, reason="could, but peer comes first"),
@@ -195,10 +214,10 @@ def test_the_table_decides_among_those_that_can(order: tuple[str, ...]) -> None:
     assert chosen_name(choose(plan, QUALIFIED, Table(order))) == order[0]
 
 
-@pytest.mark.parametrize("order", [order for order in ORDERS if order != ("peer",)], ids=",".join)
+@pytest.mark.parametrize("order", [order for order in ORDERS if not set(order) <= set(NEED_PROOF)], ids=",".join)
 def test_the_table_decides_among_the_others_where_peer_memory_was_not_proven(order: tuple[str, ...]) -> None:
     plan = TokenPlan((4, 4), PaddingMode.MAX_LEN)
-    first, *_ = (name for name in order if name != "peer")
+    first, *_ = (name for name in order if name not in NEED_PROOF)
     assert chosen_name(choose(plan, Facts(), Table(order))) == first
 
 
@@ -220,13 +239,77 @@ def test_when_all_refuse_every_reason_is_told() -> None:
     refused = tuple(
         TransportVerdict(name, chosen=False, reason=f"lacks {place}") for place, name in enumerate(NAMES)
     )
-    message = "^peer lacks 0; all_gather lacks 1; all_gather_v lacks 2; all_reduce lacks 3$"
+    message = "^peer lacks 0; copy_engine lacks 1; all_gather lacks 2; all_gather_v lacks 3; all_reduce lacks 4$"
     with pytest.raises(TransportRefusedError, match=message):
         chosen_name(refused)
 
 
 @pytest.mark.parametrize("order", [("pigeon",), ("all_reduce", "pigeon"), ("ALL_REDUCE",), ()], ids=str)
 def test_a_table_with_an_unknown_transport_or_none_is_refused_with_both_sides(order: tuple[str, ...]) -> None:
-    known = "transports must be among ('peer', 'all_gather', 'all_gather_v', 'all_reduce')"
+    known = "transports must be among ('peer', 'copy_engine', 'all_gather', 'all_gather_v', 'all_reduce')"
     with pytest.raises(ConfigError, match="^" + re.escape(f"{known}, got {order}") + "$"):
         Table(order)
+
+
+MEASURED = MeasuredTable(
+    (
+        Measured(False, 16, 1.0, (("peer", False, 100.0), ("peer", True, 300.0), ("all_gather_v", True, 250.0))),
+        Measured(False, 4096, 1.0, (("peer", False, 1000.0), ("peer", True, 900.0), ("copy_engine", True, 800.0))),
+        Measured(True, 16, 1.0, (("peer", False, 60.0), ("peer", True, 50.0))),
+    )
+)
+TUNED = Table(measured=MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("counts", "use", "name", "us"),
+    [
+        ((8, 8), Use(), "peer", 100.0),
+        ((4, 4), Use(overlap=True), "all_gather_v", 250.0),  # one half of a step of 16
+        ((1024, 1024), Use(overlap=True), "copy_engine", 800.0),
+        ((4, 4), Use(overlap=True, graph=True), "peer", 50.0),
+    ],
+)
+def test_what_was_measured_decides_for_steps_of_its_size_and_use(
+    counts: tuple[int, ...], use: Use, name: str, us: float
+) -> None:
+    verdicts = choose(TokenPlan(counts, PaddingMode.SUM_LEN, Phase.DECODE), QUALIFIED, TUNED, use)
+    assert verdicts[0] == TransportVerdict(name, chosen=True, reason=f"measured: {us:.1f} us a layer")
+
+
+def test_what_was_measured_but_can_not_carry_the_plan_is_passed_over() -> None:
+    plan = TokenPlan((1024, 1024), PaddingMode.SUM_LEN)
+    verdicts = choose(plan, Facts(qualified=("peer",)), TUNED, Use(overlap=True))
+    assert [(one.name, one.chosen) for one in verdicts[:2]] == [("copy_engine", False), ("peer", True)]
+
+
+def test_an_overlapped_prefill_that_was_not_measured_is_copied() -> None:
+    for phase, name in ((Phase.PREFILL, "copy_engine"), (Phase.DECODE, "peer")):
+        plan = TokenPlan((8, 8), PaddingMode.SUM_LEN, phase)
+        assert chosen_name(choose(plan, QUALIFIED, Table(), Use(overlap=True))) == name
+        assert chosen_name(choose(plan, QUALIFIED, Table())) == "peer"
+
+
+@pytest.mark.parametrize(
+    ("counts", "graph", "table", "pays"),
+    [
+        ((8, 8), False, TUNED, False),
+        ((2048, 2048), False, TUNED, True),
+        ((8, 8), True, TUNED, True),
+        ((8, 8), False, Table(), False),
+        ((8, 8), True, Table(), True),
+    ],
+)
+def test_overlap_pays_where_it_was_measured_to(
+    counts: tuple[int, ...], graph: bool, table: Table, pays: bool
+) -> None:
+    plan = TokenPlan(counts, PaddingMode.SUM_LEN, Phase.DECODE)
+    verdict = overlap_verdict(plan, QUALIFIED, table, graph=graph)
+    assert verdict.pays is pays
+    assert verdict.reason.startswith("measured" if table is TUNED else "not measured")
+
+
+def test_a_prefill_pays_unless_there_is_nothing_to_split() -> None:
+    for counts, pays in (((8, 0), True), ((1, 0), False), ((0, 0), False)):
+        plan = TokenPlan(counts, PaddingMode.SUM_LEN, Phase.PREFILL)
+        assert overlap_verdict(plan, QUALIFIED, Table(), graph=False).pays is pays

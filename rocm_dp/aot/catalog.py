@@ -37,7 +37,7 @@ VERBS = {"write_rows": (False, False), "place_rows": (False, True), "read_rows":
 class Form:
     """One form of a kernel: what it is for, and the arguments that make Triton compile it.
 
-    ``lanes``: SGPRs that it may keep in lanes of a VGPR. ``vec_bytes``: the widest access that the rows allow;
+    ``lanes``: SGPRs that it may keep in lanes of a VGPR. ``vec_bytes``: the widest access that rows allow (0: no rows);
     ``large``: for buffers of more than 2 GiB; ``peers``: how many ranks it hands rows to.
     """
 
@@ -108,6 +108,8 @@ def peer_forms() -> Iterator[Form]:
         yield _peer_form("combine_rows", call, sums, world)
         pulls = peer.pull_constants(party, MOST_BYTES, torch.bfloat16, on_device=on_device)
         yield _peer_form("pull_rows", call, pulls, world)
+        if not on_device:
+            yield from _copied_forms(party, world)
     for on_device in (False, True):
         world = WORLDS[-1]
         fields = (MOST_BYTES,) * peer.MAX_FIELDS
@@ -120,6 +122,20 @@ def peer_forms() -> Iterator[Form]:
         yield _peer_form("gather_rows", call, peer.gather_constants(pair, one, on_device=on_device), 2)
         sums = peer.combine_constants(pair, MOST_BYTES, torch.bfloat16, on_device=on_device)
         yield _peer_form("combine_rows", call, sums, 2)
+
+
+def _copied_forms(party: peer.Party, world: int) -> Iterator[Form]:
+    """Yield what is left to kernels when rows are copied: two that only meet the peers, and the sum."""
+    call = f"{world} ranks, copied"
+    meets = {"open_slot": peer.open_constants(party), "meet": peer.gather_constants(party, (), on_device=False)}
+    for verb, constants in meets.items():
+        kernel, threads = peer.kernel(verb), peer.THREADS[verb]
+        yield Form(verb, "none", call, kernel, peer.NUMBERS[verb], constants, 0, False, world, threads)
+    sums = peer.sum_constants(party, MOST_BYTES, torch.bfloat16)
+    kernel, threads = peer.kernel("sum_rows"), peer.THREADS["sum_rows"]
+    yield Form(
+        "sum_rows", "[7168] bf16", call, kernel, peer.NUMBERS["sum_rows"], sums, MOST_BYTES, False, 0, threads
+    )
 
 
 def _peer_form(verb: str, call: str, constants: dict[str, Any], peers: int) -> Form:

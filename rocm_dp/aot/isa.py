@@ -11,8 +11,10 @@ _ACCESS = re.compile(
     r"^\s+(?:global|buffer|flat)_(load|store)_(\w+?)(?:x([234]))?(?:_d16(?:_hi)?)?\s", re.MULTILINE
 )
 _ANY_ACCESS = re.compile(r"^\s+(?:global|buffer|flat|scratch)_(?:load|store)_", re.MULTILINE)
-# A product of two scalars, or a step of a pointer by anything but a constant or a place within a block, in 32 bits.
-_NARROW = re.compile(r"arith\.muli [^\n]*: i32\b|tt\.addptr %[\w#]+, (?!%c\d)[^\n]*: !tt\.ptr<[^>]*>, i32\b")
+# A product of two scalars, and a step of a pointer by anything but a place within a block, in 32 bits.
+_NARROW_PRODUCT = re.compile(r"arith\.muli [^\n]*: i32\b")
+_NARROW_STEP = re.compile(r"tt\.addptr %[\w#]+, (%[\w#]+) : !tt\.ptr<[^>]*>, i32\b")
+_CONSTANT = re.compile(r"(%[\w#]+) = arith\.constant\b")
 _VGPRS = 512  # a lane's vector registers on CDNA3 and CDNA4, arch and accumulation ones together
 _VGPR_GRANULE = 8
 _BESIDE_ROWS = {"load": (4, 8), "store": (8,)}  # bytes: counts, and addresses, epochs and flags
@@ -65,10 +67,16 @@ def parse(amdgcn: str, ttir: str) -> Isa:
         wave=_field(amdgcn, "wavefront_size"),
         accesses=accesses,
         unknown_accesses=len(_ANY_ACCESS.findall(amdgcn)) - sum(accesses.values()),
-        narrow_addresses=len(_NARROW.findall(ttir)),
+        narrow_addresses=_narrow_addresses(ttir),
         system_releases=len(re.findall(r"^\s+buffer_wbl2 sc0 sc1\b", amdgcn, re.MULTILINE)),
         system_acquires=len(re.findall(r"^\s+buffer_inv sc0 sc1\b", amdgcn, re.MULTILINE)),
     )
+
+
+def _narrow_addresses(ttir: str) -> int:
+    constants = set(_CONSTANT.findall(ttir))
+    steps = sum(step not in constants for step in _NARROW_STEP.findall(ttir))
+    return len(_NARROW_PRODUCT.findall(ttir)) + steps
 
 
 def _field(amdgcn: str, name: str) -> int:
@@ -84,7 +92,8 @@ def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False, peers: int = 0,
     ``only_rows``: the kernel touches memory for nothing but rows, so that every access must be so wide; otherwise
     the most frequent width of its loads and of its stores. ``peers``: it hands rows to so many ranks, so it needs
     releases and acquires of system scope, at its entry and in the call; beside rows it only touches counts of 4
-    bytes, and addresses, epochs and flags of 8. ``lanes``: SGPRs that may be kept in lanes of a VGPR.
+    bytes, and addresses, epochs and flags of 8. With ``vec_bytes`` 0 it moves no rows, and meets its peers once.
+    ``lanes``: SGPRs that may be kept in lanes of a VGPR.
     """
     found = []
     if isa.wave != 64:
@@ -97,7 +106,7 @@ def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False, peers: int = 0,
         found.append(f"makes {isa.narrow_addresses} addresses in 32 bits")
     if isa.unknown_accesses:
         found.append(f"has {isa.unknown_accesses} memory accesses of a kind that is not known here")
-    for kind in ("load", "store"):
+    for kind in ("load", "store") if vec_bytes else ():
         widths = {width: n for (what, width), n in isa.accesses.items() if what == kind}
         common = max(widths, key=lambda width: widths[width], default=0)
         worst = min(widths, default=0) if only_rows else common
@@ -106,7 +115,7 @@ def faults(isa: Isa, *, vec_bytes: int, only_rows: bool = False, peers: int = 0,
             worst = min(narrow, default=max(widths, default=0))
         if worst != vec_bytes:
             found.append(f"{kind}s rows {worst} bytes at a time where {vec_bytes} are possible")
-    if peers and min(isa.system_releases, isa.system_acquires) < _HANDOVERS:
+    if peers and min(isa.system_releases, isa.system_acquires) < (_HANDOVERS if vec_bytes else 1):
         have = f"{isa.system_releases} releases and {isa.system_acquires} acquires of system scope"
         found.append(f"has {have} for {peers} peers")
     return found

@@ -52,6 +52,10 @@ class Channel:
         begin = self.buffer.tensor.data_ptr()
         return begin, begin + self.slots * self.slot_bytes
 
+    def address(self, rank: int, slot: int) -> int:
+        """Return where ``slot`` of a rank's memory begins in this process."""
+        return self.buffer.of_ranks[rank] + slot * self.slot_bytes
+
     def view(self, slot: int, offset: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return [rows, width] of ``dtype``, ``offset`` bytes into ``slot``."""
         begin = slot * self.slot_bytes + offset
@@ -87,6 +91,7 @@ class Channels:
             self.late_word = ctypes.c_int64.from_address(self._word.data_ptr())
             self.table = self._table.data_ptr()
             self.looks = max(1, int(timeout * self._looks_per_second()))
+            self._gone = kernels.give_up_form(self._ranks, LANES)
         except BaseException:
             self._pads.close(collective=False)
             raise
@@ -131,6 +136,12 @@ class Channels:
                 missing = tuple(rank for rank in range(self._ranks) if words[4] >> rank & 1)
                 return Late(channel.key, words[3], missing)
         return None
+
+    def give_up(self, stream: int) -> None:
+        """Tell all peers, on the raw ``stream``, that this rank comes to no call any more."""
+        if self._made:
+            arguments = Arguments((self.table, self._table.shape[1], self._groups.layout.rank))
+            self._gone(len(self._made), stream, arguments)
 
     def close(self, *, collective: bool) -> None:
         """Give all memory back; ``collective`` False: without waiting for the other ranks."""

@@ -185,6 +185,7 @@ class PeerBuffer:
             self._refuse(provider, reason)
         self._provider: Provider = provider
         self.tensor = provider.tensor
+        self.of_ranks = tuple(addresses)
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
 
     def _meet(self, provider: Provider | None, reason: str, nbytes: int) -> tuple[list[int], str, bool]:

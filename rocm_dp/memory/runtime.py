@@ -26,6 +26,8 @@ _FINE_GRAINED, _UNCACHED = 1, 3
 _NATIVE_ATOMICS = {True: 2, False: 3}  # hipDevP2PAttrNativeAtomicSupported, cudaDevP2PAttrNativeAtomicSupported
 _XGMI = 4  # HSA_AMD_LINK_INFO_TYPE_XGMI
 _BUS_ID_CHARS = 32
+# hipMemcpyDeviceToDeviceNoCU keeps off the compute units; cudaMemcpyDeviceToDevice does between two GPUs.
+_DEVICE_TO_DEVICE, _NO_CU = 3, 1024
 
 
 class _Handle(ctypes.Structure):
@@ -38,11 +40,18 @@ class Runtime:
 
     def __init__(self, library: Any, *, hip: bool) -> None:
         self._library, self._prefix, self._hip = library, "hip" if hip else "cuda", hip
+        self._copy_kind = _NO_CU if hip else _DEVICE_TO_DEVICE
         self._declare("GetErrorString", [ctypes.c_int], ctypes.c_char_p)
         self._declare("GetLastError", [])
         self._declare("Malloc", [ctypes.c_void_p, ctypes.c_size_t])
         self._declare("Memset", [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t])
         self._declare("Free", [ctypes.c_void_p])
+        self._declare(
+            "MemcpyAsync", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+        )
+        self._declare("MemsetAsync", [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p])
+        self._declare("EventRecord", [ctypes.c_void_p, ctypes.c_void_p])
+        self._declare("StreamWaitEvent", [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint])
         self._declare("IpcGetMemHandle", [ctypes.c_void_p, ctypes.c_void_p])
         self._declare("IpcOpenMemHandle", [ctypes.c_void_p, _Handle, ctypes.c_uint])
         self._declare("IpcCloseMemHandle", [ctypes.c_void_p])
@@ -73,6 +82,22 @@ class Runtime:
     def free(self, address: int) -> None:
         """Free what ``allocate`` returned; waits for the device."""
         self._call("Free", address)
+
+    def copy(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Queue a copy between device memory, of this GPU or of a peer, on the raw ``stream``."""
+        self._call("MemcpyAsync", to, source, nbytes, self._copy_kind, stream)
+
+    def zero(self, at: int, nbytes: int, stream: int) -> None:
+        """Queue zeros for ``nbytes`` of device memory on the raw ``stream``."""
+        self._call("MemsetAsync", at, 0, nbytes, stream)
+
+    def record(self, event: int, stream: int) -> None:
+        """Record a raw event on a raw stream."""
+        self._call("EventRecord", event, stream)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Make a raw stream wait for a raw event."""
+        self._call("StreamWaitEvent", stream, event, 0)
 
     def handle(self, address: int) -> tuple[int, ...]:
         """Return the handle of an allocation as eight int64 words."""

@@ -13,40 +13,11 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_dp.kernels.launch import Prepared
-    from rocm_dp.memory.channels import Channel, Channels
+    from rocm_dp.transports.launch import Field, Job
 
 _HEAD = 17  # numbers that all kernels begin with
 _UNALIGNED = 15
 Widths = TypeVar("Widths", int, "tuple[int, ...]")
-
-
-class Field(NamedTuple):
-    """One tensor of a gather: ``width`` elements of ``dtype`` in a row, its area ``offset`` bytes into a slot."""
-
-    width: int
-    dtype: torch.dtype
-    offset: int = 0
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.width * self.dtype.itemsize
-
-
-class Job(NamedTuple):
-    """What every launch needs: its channel, the rows it moves, and who takes part, in how many blocks."""
-
-    channels: Channels
-    channel: Channel
-    rows: kernels.Rows
-    party: kernels.Party
-    blocks: int
-
-    def numbers(self, slot: int) -> list[int]:
-        """Return the numbers that all kernels begin with."""
-        party = self.party
-        head = (self.channels.table, self.channel.place, *self.rows.words())
-        return [*head, party.first, party.rank, slot, self.rows.rows, self.rows.most, self.channels.looks]
 
 
 class Settled(NamedTuple):
@@ -90,6 +61,11 @@ class PushLaunch(Generic[Widths]):
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The peer memory of this rank that calls write."""
         return (self._job.channel.range,)
+
+    @property
+    def records(self) -> int:
+        """None: it is one kernel."""
+        return 0
 
     def holds(self, address: int) -> bool:
         """Return whether ``address`` lies in peer memory that calls write."""
@@ -225,6 +201,11 @@ class PullLaunch:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """None: a call writes no peer memory."""
         return ()
+
+    @property
+    def records(self) -> int:
+        """None: it is one kernel."""
+        return 0
 
     def holds(self, address: int) -> bool:  # noqa: ARG002 - as the other launches have it
         """Return False: a call writes no peer memory."""

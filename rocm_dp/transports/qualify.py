@@ -1,4 +1,4 @@
-"""The self-test that peer memory has to pass on this very machine before it is trusted with anything."""
+"""The self-test that each transport over peer memory has to pass on this very machine before it is trusted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from rocm_dp.kernels import peer as kernels
 from rocm_dp.kernels.launch import on_device
 from rocm_dp.memory import links
 from rocm_dp.memory.channels import Channels
+from rocm_dp.memory.copies import copier_for
 from rocm_dp.plan import PaddingMode, TokenPlan
-from rocm_dp.transports.peer import PeerTransport, Room, rows_of
+from rocm_dp.transports.copy_engine import CopyEngineTransport
+from rocm_dp.transports.peer import PeerTransport
+from rocm_dp.transports.places import Places, Room, rows_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from rocm_dp.groups import Groups
-    from rocm_dp.transports.peer import Launch
+    from rocm_dp.memory.copies import Lanes
+    from rocm_dp.transports.launch import Launch
 
 T = TypeVar("T")
 _TIMEOUT_S = 20.0  # of a wait in the self-test
@@ -33,25 +37,32 @@ _FIELDS = ((512, torch.bfloat16), (3, torch.int16), (6, torch.int32), (5, torch.
 _SUMS = ((512, torch.bfloat16), (7, torch.float32))
 
 
-def refusal(groups: Groups, device: torch.device, *, kind: str = "ipc") -> str:
-    """Return why peer memory of a ``kind`` can't be trusted here; empty when it passed its self-test.
+def refusals(
+    groups: Groups, device: torch.device, lanes: Lanes, names: Collection[str], *, kind: str = "ipc"
+) -> dict[str, str]:
+    """Return why each of the transports ``names`` over peer memory of a ``kind`` can't be trusted; empty: it can.
 
     Collective, with the same answer on every rank. Every rank votes: what one of them can't do, none of them does.
     """
     told = _vote(groups, kernels.usable(device) or _size(groups.layout.world_size) or _compiles(groups, device))
     told = told or _vote(groups, links.refusal(groups, device))
     if told:
-        return told
+        return dict.fromkeys(names, told)
     channels: list[Channels] = []
-    failed = False
+    found = dict.fromkeys(names, "")
+    name = ""
     try:
         together(groups, lambda: channels.append(Channels(groups, device, timeout=_TIMEOUT_S, kind=kind)))
-        SelfTest(groups, device, channels[0]).run()
+        for name in names:
+            SelfTest(groups, device, channels[0], lanes, name).run()
     except _FailedError as error:
-        failed, told = True, str(error)
+        # What failed may have left its channels in disorder: those behind it are not tried.
+        untried = list(names)[list(names).index(name) + 1 :] if name else names
+        found.update(dict.fromkeys(untried, f"not tried: {name or 'memory'} failed before it"))
+        found[name or next(iter(names))] = str(error)
     for made in channels:
-        made.close(collective=not failed)
-    return told
+        made.close(collective=not any(found.values()))
+    return found
 
 
 def _compiles(groups: Groups, device: torch.device) -> str:
@@ -98,14 +109,18 @@ class SelfTest:
     ranks vote, so that an error on one of them stops all.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, channels: Channels) -> None:
+    def __init__(self, groups: Groups, device: torch.device, channels: Channels, lanes: Lanes, name: str) -> None:
         self._groups, self._layout, self._device, self._channels = groups, groups.layout, device, channels
         self._generator = torch.Generator().manual_seed(_SEED)
         # Interpreted, a row takes as long as thousands on a GPU.
         on_gpu = device.type == "cuda"
         self._local_rows, self._rounds, self._calls = (384, 12, 60) if on_gpu else (6, 0, 4)
         room = Room(self._local_rows * self._layout.dp_size, self._local_rows)
-        self._peer = PeerTransport(self._layout, channels, reserve=room)
+        places = Places(self._layout, channels, reserve=room)
+        peer = PeerTransport(places)
+        self._transport: PeerTransport | CopyEngineTransport = peer
+        if name == "copy_engine":
+            self._transport = CopyEngineTransport(places, peer, copier_for(device), lanes)
 
     def run(self) -> None:
         """Raise _FailedError on every rank with what was wrong, unless nothing was."""
@@ -133,7 +148,7 @@ class SelfTest:
 
         def step() -> list[torch.Tensor]:
             mine = [self._to(parts[self._layout.dp_rank]) for parts in every]
-            launch = self._peer.gather(("burst", 0), rows_of(plan), _FIELDS[:1])
+            launch = self._transport.gather(("burst", 0), rows_of(plan), _FIELDS[:1])
             copies = []
             for turn, local in enumerate(mine):
                 if turn % 3 == 2:
@@ -164,7 +179,7 @@ class SelfTest:
         """Four fields at once, the same rows on all ranks of a dp rank."""
         every = [[_bits(n, *field, seed=dp) for dp, n in enumerate(plan.counts)] for field in _FIELDS]
         given = [self._to(parts[self._layout.dp_rank]) for parts in every]
-        launch = self._peer.gather(("gather", 0), rows_of(plan), _FIELDS)
+        launch = self._transport.gather(("gather", 0), rows_of(plan), _FIELDS)
         wanted = [self._to(_placed(parts, plan.starts, plan.rows)) for parts in every]
         return _Trial("gather", launch, given, launch.results[launch.next_slot], wanted)
 
@@ -177,7 +192,7 @@ class SelfTest:
         every = [_whole_numbers(plan.rows, width, dtype, seed=rank) for rank in range(self._layout.world_size)]
         start, count = plan.starts[self._layout.dp_rank], plan.counts[self._layout.dp_rank]
         out = torch.empty(count, width, dtype=dtype, device=self._device)
-        launch = self._peer.combine((f"combine {dtype}", 0), rows_of(plan), out)
+        launch = self._transport.combine((f"combine {dtype}", 0), rows_of(plan), out)
         given, wanted = self._to(every[self._layout.rank]), self._to(_sum_of(every)[start : start + count])
         return _Trial("combine", launch, [given], launch.results[launch.next_slot], [wanted])
 
@@ -192,7 +207,7 @@ class SelfTest:
         sums = [_sum_of(every[first : first + tp]) for first in range(0, len(every), tp)]
         given, wanted = self._to(every[own]), self._to(_placed(sums, plan.starts, plan.rows))
         scratch = torch.empty_like(given)
-        launch = self._peer.gather_partial((f"partial {dtype}", 0), rows_of(plan), scratch)
+        launch = self._transport.gather_partial((f"partial {dtype}", 0), rows_of(plan), scratch)
         return _Trial("partial gather", launch, [given], launch.results[launch.next_slot], [wanted])
 
     def _graph_plan(self) -> GraphPlan:
@@ -200,28 +215,30 @@ class SelfTest:
         return GraphPlan(dp, capacity=rows * dp, per_rank_capacity=rows, device=self._device)
 
     def _on_device(self, graph_plan: GraphPlan) -> Iterator[Callable[[TokenPlan], _Trial]]:
-        yield partial(self._gather_on_device, graph_plan=graph_plan)
-        yield partial(self._combine_on_device, graph_plan=graph_plan)
+        """Yield the calls whose counts are on the device, for what takes them."""
+        if isinstance(self._transport, PeerTransport):
+            yield partial(self._gather_on_device, graph_plan=graph_plan, peer=self._transport)
+            yield partial(self._combine_on_device, graph_plan=graph_plan, peer=self._transport)
 
-    def _gather_on_device(self, plan: TokenPlan, *, graph_plan: GraphPlan) -> _Trial:
+    def _gather_on_device(self, plan: TokenPlan, *, graph_plan: GraphPlan, peer: PeerTransport) -> _Trial:
         width, dtype = _SUMS[0]
         graph_plan.update(plan.counts)
         every = [_whole_numbers(self._local_rows, width, dtype, seed=dp) for dp in range(len(plan.counts))]
         real = [rows[:count] for rows, count in zip(every, plan.counts, strict=True)]
         starts = TokenPlan(plan.counts, PaddingMode.SUM_LEN).starts
-        launch = self._peer.gather(("graph gather", 0), rows_of(graph_plan), [(width, dtype)])
+        launch = peer.gather(("graph gather", 0), rows_of(graph_plan), [(width, dtype)])
         given, wanted = self._to(every[self._layout.dp_rank]), self._to(_placed(real, starts, graph_plan.rows))
         what = "gather with counts on the device"
         return _Trial(what, launch, [given], launch.results[launch.next_slot], [wanted])
 
-    def _combine_on_device(self, plan: TokenPlan, *, graph_plan: GraphPlan) -> _Trial:
+    def _combine_on_device(self, plan: TokenPlan, *, graph_plan: GraphPlan, peer: PeerTransport) -> _Trial:
         width, dtype = _SUMS[0]
         graph_plan.update(plan.counts)
         world, own = self._layout.world_size, self._layout.dp_rank
         every = [_whole_numbers(graph_plan.rows, width, dtype, seed=rank) for rank in range(world)]
         start = TokenPlan(plan.counts, PaddingMode.SUM_LEN).starts[own]
         out = torch.empty(self._local_rows, width, dtype=dtype, device=self._device)
-        launch = self._peer.combine(("graph combine", 0), rows_of(graph_plan), out, out_rows=self._local_rows)
+        launch = peer.combine(("graph combine", 0), rows_of(graph_plan), out, out_rows=self._local_rows)
         sums = _sum_of(every)[start : start + plan.counts[own]]
         given, wanted = self._to(every[self._layout.rank]), self._to(_placed([sums], (0,), self._local_rows))
         what = "combine with counts on the device"

@@ -1,0 +1,44 @@
+"""What ranks run to see which table they go by."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from exchange_cases import H
+
+from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan
+from rocm_dp.errors import ConfigError
+from rocm_dp.measured import Measured, MeasuredTable
+from rocm_dp.testing import rank_device
+
+if TYPE_CHECKING:
+    from exchange_cases import Grid
+
+PREFERS_ALL_REDUCE = MeasuredTable((Measured(False, 4, 1.0, (("all_reduce", False, 1.0), ("peer", False, 2.0))),))
+
+
+def chosen_by_table(rank: int, grid: Grid, path: str) -> tuple[str, str]:
+    """The transport chosen for four rows, and why."""
+    layout = grid.layout(rank)
+    with Groups.create(layout) as groups, _exchange(groups, path) as exchange:
+        [chosen] = [one for one in exchange.explain(TokenPlan((2, 2), PaddingMode.SUM_LEN)) if one.chosen]
+        return chosen.name, chosen.reason
+
+
+def refused_table(rank: int, grid: Grid, path: str) -> str:
+    """What the constructor says of a file that is no table; the groups serve on."""
+    with Groups.create(grid.layout(rank)) as groups:
+        try:
+            _exchange(groups, path)
+        except ConfigError as error:
+            with TokenExchange(groups.layout, groups, device=rank_device(), hidden=H, dtype=torch.float32):
+                return str(error)
+    return ""
+
+
+def _exchange(groups: Groups, path: str) -> TokenExchange:
+    options = Options(table=path)
+    return TokenExchange(
+        groups.layout, groups, device=rank_device(), hidden=H, dtype=torch.float32, options=options
+    )
