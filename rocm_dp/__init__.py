@@ -35,17 +35,20 @@ if TYPE_CHECKING:
     from rocm_dp.groups import Groups
     from rocm_dp.layout import RankLayout
     from rocm_dp.options import ExchangeStats, Options
-    from rocm_dp.overlap import interleave
+    from rocm_dp.overlap import Half, Layer, interleave, overlapped_forward, serial_forward, split
     from rocm_dp.pending import Pending
     from rocm_dp.plan import PaddingMode, Phase, TokenPlan, choose_padding
-    from rocm_dp.routing import TransportVerdict
+    from rocm_dp.routing import OverlapVerdict, TransportVerdict
 
 _HOMES = {
     "Agreement": "agreement",
     "ExchangeStats": "options",
     "GraphPlan": "graphs",
     "Groups": "groups",
+    "Half": "overlap",
+    "Layer": "overlap",
     "Options": "options",
+    "OverlapVerdict": "routing",
     "PaddingMode": "plan",
     "Pending": "pending",
     "Phase": "plan",
@@ -58,6 +61,9 @@ _HOMES = {
     "choose_padding": "plan",
     "confirm": "agreement",
     "interleave": "overlap",
+    "overlapped_forward": "overlap",
+    "serial_forward": "overlap",
+    "split": "overlap",
 }
 
 __all__ = [
@@ -70,7 +76,10 @@ __all__ = [
     "ExchangeStats",
     "GraphPlan",
     "Groups",
+    "Half",
+    "Layer",
     "Options",
+    "OverlapVerdict",
     "PaddingMode",
     "PeerRefusedError",
     "PeerTimeoutError",
@@ -94,6 +103,9 @@ __all__ = [
     "choose_padding",
     "confirm",
     "interleave",
+    "overlapped_forward",
+    "serial_forward",
+    "split",
 ]
 
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from exchange_cases import MANY, Grid, H, an_exchange, any_bits, numbers
 from lifetime_cases import MOST, flat, reserved
+from peer_exchange_cases import over_peers
 
 from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan, reference
 from rocm_dp.comm_stream import CommStream
@@ -284,6 +285,28 @@ def callers_that_never_wait(rank: int, grid: Grid, rounds: int, broken: str) -> 
                     wrong += not reference.same_bits(there.cpu(), reference.gather(locals_, plan))
     except PeerTimeoutError:
         wrong += 1
+    return wrong
+
+
+def spread_copies(rank: int, grid: Grid, steps: int) -> int:
+    """Copies to each peer on a stream of its own, as on AMD: how many results differ, and streams are made once."""
+    wrong, one_stream = 0, CommStream.lanes
+    with (
+        patch.object(CommStream, "lanes", lambda self, _: one_stream(self, grid.world - 1)),
+        over_peers(rank, grid, transport="copy_engine") as exchange,
+    ):
+        made = exchange.stats()
+        for step in range(steps):
+            plan = TokenPlan(tuple((step * 3 + d) % 5 for d in range(grid.dp)), PaddingMode.SUM_LEN)
+            locals_ = [numbers(n, H, torch.float32, seed=step * 64 + d) for d, n in enumerate(plan.counts)]
+            partials = [numbers(plan.rows, H, torch.float32, seed=step * 64 + r) for r in range(grid.world)]
+            got = exchange.gather_async(locals_[rank].to(exchange.device), plan).wait()
+            wrong += not reference.same_bits(got.cpu(), reference.gather(locals_, plan))
+            own = [p[reference.scatter_range(plan, rank)] for p in partials]
+            wrong += reference.sum_error(exchange.combine(partials[rank].to(exchange.device), plan).cpu(), own) > 1
+        now = exchange.stats()
+        wrong += (now.streams_made, now.events_made) != (made.streams_made, made.events_made)
+        wrong += made.streams_made != grid.world
     return wrong
 
 

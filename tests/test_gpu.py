@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import gpu_cases as cases
 import lifetime_cases
+import overlap_cases
 import peer_cases
 import peer_exchange_cases
 import peer_kernel_cases
@@ -42,7 +43,7 @@ def pair() -> Iterator[RankPool]:
 
 
 @pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1), Grid(2, 1, 2)], ids=str)
-@pytest.mark.parametrize("transport", [None, "peer", "all_gather", "all_gather_v", "all_reduce"])
+@pytest.mark.parametrize("transport", [None, "peer", "copy_engine", "all_gather", "all_gather_v", "all_reduce"])
 def test_every_verb_equals_the_oracle(pair: RankPool, grid: Grid, transport: str | None) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8):
         cases = cases_for(grid, dtype, transport)
@@ -62,6 +63,8 @@ def test_every_verb_equals_the_oracle(pair: RankPool, grid: Grid, transport: str
         ("all_reduce", (8, 5)),
         ("peer", (8, 5)),
         ("peer", (7,)),
+        ("copy_engine", (8, 5)),
+        ("copy_engine", (7,)),
     ],
 )
 def test_no_verb_allocates_device_memory_after_warm_up(
@@ -93,6 +96,32 @@ def test_interleaved_halves_equal_the_same_halves_in_turn_bit_for_bit(pair: Rank
     assert pair.run(lifetime_cases.two_batches_equal_one_after_the_other, PAIR, 100) == [200, 200]
 
 
+@pytest.mark.parametrize("transport", [None, "peer", "copy_engine", "all_gather_v"])
+def test_a_thousand_steps_in_halves_equal_the_same_halves_in_turn(pair: RankPool, transport: str | None) -> None:
+    assert pair.run(overlap_cases.halves_and_whole, PAIR, transport, 1000, 3) == [0, 0]
+
+
+def test_halves_captured_whole_are_right_for_all_counts(pair: RankPool) -> None:
+    assert pair.run(overlap_cases.captured_halves, PAIR, 300) == [0, 0]
+
+
+def test_copies_and_kernels_take_turns_on_one_channel_and_give_the_same_bits(pair: RankPool) -> None:
+    for wrong, calls in pair.run(peer_exchange_cases.copies_and_kernels, PAIR, 100):
+        assert wrong == 0
+        assert set(calls.values()) == {100}
+
+
+def test_copies_spread_over_streams_are_as_right(crowd: Callable[[int], RankPool]) -> None:
+    assert crowd(3).run(cases.spread_copies, Grid(3, 3), 20) == [0, 0, 0]
+
+
+def test_an_error_in_one_half_is_told_to_every_rank_and_nobody_waits(crowd: Callable[[int], RankPool]) -> None:
+    (other, _, seconds), (failed, _, _) = crowd(2).run(overlap_cases.one_half_fails, PAIR)
+    assert failed == "ValueError: out of experts"
+    assert "rank 1: ValueError: out of experts" in other
+    assert seconds < 30
+
+
 @pytest.mark.parametrize("limit", [63, 200, 1024])
 def test_the_host_never_runs_ahead_of_more_records_than_the_limit(pair: RankPool, limit: int) -> None:
     for most, resources in pair.run(cases.run_ahead, PAIR, limit, 3000):
@@ -100,7 +129,7 @@ def test_the_host_never_runs_ahead_of_more_records_than_the_limit(pair: RankPool
         assert len(resources) == 1
 
 
-@pytest.mark.parametrize("transport", ["peer", "all_gather", "all_gather_v"])
+@pytest.mark.parametrize("transport", ["peer", "copy_engine", "all_gather", "all_gather_v"])
 def test_a_captured_step_replays_with_other_values(pair: RankPool, transport: str) -> None:
     assert pair.run(cases.captured, PAIR, transport, 50) == [50, 50]
 

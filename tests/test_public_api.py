@@ -29,7 +29,10 @@ NAMES = {
     "ExchangeStats",
     "GraphPlan",
     "Groups",
+    "Half",
+    "Layer",
     "Options",
+    "OverlapVerdict",
     "PaddingMode",
     "PeerRefusedError",
     "PeerTimeoutError",
@@ -53,6 +56,9 @@ NAMES = {
     "choose_padding",
     "confirm",
     "interleave",
+    "overlapped_forward",
+    "serial_forward",
+    "split",
 }
 
 FUNCTIONS = {
@@ -67,7 +73,12 @@ FUNCTIONS = {
         "sum_len_in_graphs: 'bool' = False) -> 'PaddingMode'"
     ),
     "confirm": "(plan: 'TokenPlan', *, groups: 'Groups') -> 'None'",
-    "interleave": "(*batches: 'Generator[None, None, T]') -> 'list[T]'",
+    "interleave": ("(*batches: 'Generator[None, None, T]', exchange: 'TokenExchange | None' = None) -> 'list[T]'"),
+    "overlapped_forward": (
+        "(layers: 'Sequence[Layer[S]]', halves: 'Sequence[Half[S]]', exchange: 'TokenExchange') -> 'list[S]'"
+    ),
+    "serial_forward": "(layers: 'Sequence[Layer[S]]', step: 'Half[S]', exchange: 'TokenExchange') -> 'S'",
+    "split": "(plan: 'TokenPlan') -> 'tuple[TokenPlan, TokenPlan]'",
 }
 CONSTRUCTORS = {
     "Agreement": "(plan: 'TokenPlan', overlap: 'bool', graph: 'bool') -> None",
@@ -75,7 +86,8 @@ CONSTRUCTORS = {
         "(dp_size: 'int', *, capacity: 'int', per_rank_capacity: 'int', device: 'torch.device') -> 'None'"
     ),
     "Options": (
-        "(transport: 'str | None' = None, peer_memory: 'str' = 'ipc', max_events: 'int' = 256, "
+        "(transport: 'str | None' = None, table: 'str | None' = 'tuned', peer_memory: 'str' = 'ipc', "
+        "max_events: 'int' = 256, "
         "max_in_flight: 'int' = 1024, "
         "timeout: 'float' = 300.0, "
         "confirm_calls: 'bool' = False, poison: 'bool' = False) -> None"
@@ -94,9 +106,8 @@ CONSTRUCTORS = {
     "TokenExchange": (
         "(layout: 'RankLayout', groups: 'Groups', *, device: 'torch.device | str', hidden: 'int', "
         "dtype: 'torch.dtype', max_rows: 'int | None' = None, max_local_rows: 'int | None' = None, "
-        "options: 'Options' = Options(transport=None, peer_memory='ipc', max_events=256, max_in_flight=1024, "
-        "timeout=300.0, confirm_calls=False, "
-        "poison=False)) -> 'None'"
+        "options: 'Options' = Options(transport=None, table='tuned', peer_memory='ipc', max_events=256, "
+        "max_in_flight=1024, timeout=300.0, confirm_calls=False, poison=False)) -> 'None'"
     ),
     "TokenPlan": (
         "(counts: 'tuple[int, ...]', padding: 'PaddingMode', phase: 'Phase' = <Phase.PREFILL: 1>, "
@@ -124,7 +135,11 @@ METHODS = {
             "(self, *, batches: 'int' = 1, many: 'Sequence[tuple[int, torch.dtype]]' = (), "
             "plans: 'Sequence[GraphPlan]' = ()) -> 'None'"
         ),
-        "explain": f"(self, {PLAN}) -> 'list[TransportVerdict]'",
+        "explain": (
+            f"(self, {PLAN}, *, overlap: 'bool' = False, graph: 'bool' = False) -> 'list[TransportVerdict]'"
+        ),
+        "overlap_verdict": f"(self, {PLAN}, *, graph: 'bool' = False) -> 'OverlapVerdict'",
+        "give_up": "(self, error: 'BaseException') -> 'None'",
         "stats": "(self) -> 'ExchangeStats'",
         "drain": "(self) -> 'None'",
         "close": "(self) -> 'None'",

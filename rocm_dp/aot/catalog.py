@@ -37,8 +37,8 @@ VERBS = {"write_rows": (False, False), "place_rows": (False, True), "read_rows":
 class Form:
     """One form of a kernel: what it is for, and the arguments that make Triton compile it.
 
-    ``lanes``: SGPRs that it may keep in lanes of a VGPR. ``vec_bytes``: the widest access that rows allow (0: no rows);
-    ``large``: for buffers of more than 2 GiB; ``peers``: how many ranks it hands rows to.
+    ``lanes``: SGPRs that it may keep in lanes of a VGPR. ``vec_bytes``: the widest access that rows allow (0: it
+    moves none); ``large``: for buffers of more than 2 GiB; ``peers``: how many ranks it hands rows to.
     """
 
     verb: str
