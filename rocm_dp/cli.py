@@ -11,6 +11,7 @@ from rich.console import Console
 
 from rocm_dp.aot import command as kernels
 from rocm_dp.bench import command as bench
+from rocm_dp.bench import tune_command as tune
 from rocm_dp.demo import command as demo
 from rocm_dp.errors import RocmDpError
 from rocm_dp.version import __version__
@@ -22,6 +23,7 @@ _FAILED, _USAGE, _INTERRUPTED = 1, 2, 130
 _COMMANDS = (
     ("demo", demo, "replay a trace over ranks with a small MoE model, every verb of every step checked"),
     ("bench", bench, "measure, against what torch does"),
+    ("tune", tune, "measure which transport to take when, and when overlap pays, on this machine"),
     ("kernels", kernels, "compile the kernels for AMD GPUs, none needed, and judge the machine code"),
 )
 

@@ -42,6 +42,10 @@ class SideStream(Protocol):
     def in_flight(self) -> int:
         """Event records that the device may not have reached yet."""
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream that launches run on; None on the CPU."""
+
     def lanes(self, count: int) -> Lanes:
         """Return ``count`` streams beside that of the caller for copies to several peers, made on first use."""
 
@@ -74,6 +78,7 @@ class InlineStream:
         self.options = options
         self.events = EventPool(InlineEvent, cap=options.max_events)
         self.streams_made = self.users = self.in_flight = 0
+        self.stream: torch.cuda.Stream | None = None
 
     def lanes(self, count: int) -> Lanes:  # noqa: ARG002 - the protocol's
         """Return the one lane that there is."""
@@ -131,6 +136,11 @@ class CommStream:
     def in_flight(self) -> int:
         """Event records that the device may not have reached yet (an upper bound)."""
         return self._limit.in_flight
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream that launches run on."""
+        return self._stream
 
     def lanes(self, count: int) -> Lanes:
         """Return ``count`` streams beside that of the caller for copies to several peers, made on first use."""

@@ -140,6 +140,11 @@ class Dispatcher:
         return routing.overlap_verdict(plan, self._facts, self._table, graph=graph)
 
     @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The stream that ``launch`` uses; None on the CPU."""
+        return self._side.stream
+
+    @property
     def always_peer(self) -> bool:
         """Whether every plan goes over peer memory."""
         return "peer" in self._facts.qualified and self._table.order[0] in routing.NEED_PROOF

@@ -266,6 +266,11 @@ class TokenExchange(GroupVerbs):
         self._dispatch.check_plan(plan)
         return self._dispatch.overlap_verdict(plan, graph=graph)
 
+    @property
+    def comm_stream(self) -> torch.cuda.Stream | None:
+        """The stream that the async verbs run on, to record events on; None on the CPU, where calls run inline."""
+        return self._dispatch.stream
+
     def stats(self) -> ExchangeStats:
         """Return everything this exchange ever made: see ExchangeStats."""
         return self._dispatch.stats()

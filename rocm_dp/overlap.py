@@ -24,10 +24,10 @@ S = TypeVar("S")
 class Layer(Protocol[S]):
     """One layer of a model, for forwards that need not be written as generators.
 
-    ``S`` is what goes from layer to layer. ``attention`` takes it and returns the rows to gather, contiguous [L, H],
-    and what ``finish`` will need. ``experts`` takes the rows of all ranks [G, H] and returns this rank's addends to
-    them, contiguous [G, H]. ``finish`` takes what was kept and this dp rank's sums [L, H], which it must not keep:
-    the next layer's combine overwrites them.
+    ``S`` is what goes from layer to layer. ``attention`` takes it, and returns the rows to gather, contiguous
+    [L, H], and what ``finish`` will need. ``experts`` takes the rows of all ranks [G, H] and returns this rank's
+    addends to them, contiguous [G, H]. ``finish`` takes what was kept and this dp rank's sums [L, H], which it must
+    not keep: the next layer's combine overwrites them.
     """
 
     def attention(self, state: S) -> tuple[torch.Tensor, S]:

@@ -10,6 +10,9 @@ from rocm_dp.plan import digest64
 
 # Processes must share these to reach each other's memory: handles are resolved through them.
 _NAMESPACES = ("ipc", "pid")
+HW_QUEUES = "GPU_MAX_HW_QUEUES"
+"""How many hardware queues of a process the HIP runtime spreads its streams over."""
+_HW_QUEUES_UNSET = 4
 # What changes how collectives, the runtime or the kernels behave.
 _TELLING = (
     *("NCCL_", "RCCL_", "TORCH_NCCL_", "GLOO_", "HSA_", "HIP_", "ROCR_", "GPU_", "AMD_", "CUDA_"),
@@ -40,3 +43,9 @@ def environment() -> dict[str, str]:
 def cache_folder() -> Path:
     """Return the folder for what was found out about this machine: below XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rocm_dp"
+
+
+def hardware_queues() -> int:
+    """Return how many hardware queues the HIP runtime may use: GPU_MAX_HW_QUEUES, or 4 where that says nothing."""
+    told = os.environ.get(HW_QUEUES, "").strip()
+    return int(told) if told.isdecimal() and int(told) else _HW_QUEUES_UNSET

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 NAMES = ("peer", "copy_engine", "all_gather", "all_gather_v", "all_reduce")
 NEED_PROOF = ("peer", "copy_engine")  # trusted only after they passed a self-test on this very machine
+LAST = "all_reduce"  # whatever was measured: it needs room for all rows where the others need a dp rank's
 _HALVES = 2
 
 
@@ -69,9 +70,8 @@ class Table:
         order = self.order
         if use.overlap and isinstance(plan, TokenPlan) and plan.phase is Phase.PREFILL:
             order = tuple(sorted(order, key=lambda name: name != "copy_engine"))
-        known = sorted(
-            (name for name in order if (name, use.overlap) in times), key=lambda name: times[name, use.overlap]
-        )
+        known = [name for name in order if (name, use.overlap) in times and name != LAST]
+        known.sort(key=lambda name: times[name, use.overlap])
         said = [(name, f"measured: {times[name, use.overlap]:.1f} us a layer") for name in known]
         return said + [(name, "first in the table that can") for name in order if name not in known]
 
@@ -149,9 +149,8 @@ def overlap_verdict(plan: TokenPlan | GraphPlan, facts: Facts, table: Table, *, 
     eager decode is launched too slowly to hide anything.
     """
     times = table.times(plan, Use(graph=graph))
-    able = {
-        kind: us for kind, us in times.items() if kind[0] in table.order and refusal(kind[0], plan, facts) is None
-    }
+    names = [name for name in table.order if name != LAST and refusal(name, plan, facts) is None]
+    able = {kind: us for kind, us in times.items() if kind[0] in names}
     whole = min((us for (_, overlapped), us in able.items() if not overlapped), default=None)
     halves = min((us for (_, overlapped), us in able.items() if overlapped), default=None)
     if whole is not None and halves is not None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 import threading
 from multiprocessing.util import Finalize
@@ -33,7 +34,7 @@ from rocm_dp.testing_crew import START_TIMEOUT, Crew, RankTraceback, Round, deco
 from rocm_dp.testing_worker import note, rank_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
     from types import TracebackType
 
     from typing_extensions import Self
@@ -60,15 +61,24 @@ class RankPool:
 
     ``backend`` is "nccl" (rank i on GPU i) or "gloo"; None is nccl where there are GPUs enough, else gloo.
     ``timeout`` is the seconds that a case may take, unless its ``run`` says otherwise; the start of the
-    ranks has its own bound, ``START_TIMEOUT``.
+    ranks has its own bound, ``START_TIMEOUT``. ``env``: environment variables that the ranks have beside ours from
+    their first instruction on, as runtimes read theirs early; while they are started this process has them too.
 
     Raises ConfigError for arguments that can't be right and for a main script that the ranks can't import,
     RankFailedError for a rank that dies while starting, TimeoutError for one that does not come, and what
     the rank raised if it can't join the process group.
     """
 
-    def __init__(self, world_size: int, *, backend: str | None = None, timeout: float = 60.0) -> None:
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str | None = None,
+        timeout: float = 60.0,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self._timeout = _check_timeout(timeout)
+        env = _check_env(env)
         _check_main()
         self.world_size = _check_world_size(world_size)
         self.backend = _choose_backend(backend, world_size)
@@ -79,7 +89,8 @@ class RankPool:
         # weakref.finalize would come after multiprocessing's join of its children at exit, and run in forks.
         self._finalizer = Finalize(self, self._crew.end, exitpriority=100)
         with self._ending_on_error("its start"):
-            self._crew.start(self.world_size, self.backend)
+            with _environment(env):
+                self._crew.start(self.world_size, self.backend)
             Round(self._crew.ranks, worker.READY).collect(START_TIMEOUT)
 
     @property
@@ -148,6 +159,35 @@ class RankPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _environment(extra: Mapping[str, str]) -> Iterator[None]:
+    """Have ``extra`` in the environment, which processes started meanwhile inherit."""
+    before = {name: os.environ.get(name) for name in extra}
+    try:
+        os.environ.update(extra)
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _check_env(env: Mapping[str, str] | None) -> dict[str, str]:
+    found = dict(env or {})
+    for name, value in found.items():
+        if (
+            not isinstance(name, str)
+            or not isinstance(value, str)
+            or not name
+            or "=" in name
+            or "\0" in name + value
+        ):
+            raise ConfigError(f"env must map names of environment variables to text, got {name!r}: {value!r}")
+    return found
 
 
 def _check_main() -> None:

@@ -60,7 +60,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def on_pool(on_cpu: None, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the command use the CPU ranks that the tests have already."""
-    monkeypatch.setattr("rocm_dp.testing.RankPool", lambda size: nullcontext(ranks(size)))
+    monkeypatch.setattr("rocm_dp.testing.RankPool", lambda size, **_: nullcontext(ranks(size)))
 
 
 def measured(tmp_path: Path, *args: str, code: int = 0) -> dict[str, Any]:
@@ -446,7 +446,7 @@ def test_wrong_usage_exits_with_2_and_names_both_sides_before_a_rank_starts(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    def started(_: int) -> None:
+    def started(*_: object, **options: object) -> None:
         raise AssertionError("a rank was started")
 
     monkeypatch.chdir(tmp_path)

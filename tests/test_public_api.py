@@ -169,6 +169,7 @@ METHODS = {
 }
 PROPERTIES = {
     "GraphPlan": {"rows", "digest"},
+    "TokenExchange": {"comm_stream"},
     "RankLayout": {"tp_size", "replicas", "dp_rank", "replica_rank", "cp_rank", "tp_rank"},
     "TokenPlan": {"total", "skew", "digest"},
 }

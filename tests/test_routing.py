@@ -313,3 +313,11 @@ def test_a_prefill_pays_unless_there_is_nothing_to_split() -> None:
     for counts, pays in (((8, 0), True), ((1, 0), False), ((0, 0), False)):
         plan = TokenPlan(counts, PaddingMode.SUM_LEN, Phase.PREFILL)
         assert overlap_verdict(plan, QUALIFIED, Table(), graph=False).pays is pays
+
+
+def test_an_all_reduce_comes_last_whatever_was_measured() -> None:
+    entry = Measured(False, 8, 1.0, (("all_reduce", False, 1.0), ("all_reduce", True, 1.0), ("peer", False, 9.0)))
+    table = Table(measured=MeasuredTable((entry,)))
+    plan = TokenPlan((4, 4), PaddingMode.SUM_LEN, Phase.DECODE)
+    assert [one.name for one in choose(plan, QUALIFIED, table)][-1] == "all_reduce"
+    assert not overlap_verdict(plan, QUALIFIED, table, graph=False).pays

@@ -191,6 +191,9 @@ def test_a_timeout_that_is_none_is_refused(lasting_pool: RankPool, timeout: Any)
 
 
 def test_a_backend_that_can_not_serve_is_refused() -> None:
+    for env in ({"A=B": "1"}, {"A": 1}, {"": "1"}, {"A": "1\0"}):
+        with pytest.raises(ConfigError, match=r"env must map names of environment variables to text, got"):
+            RankPool(1, env=env)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="got 'mpi'"):
         RankPool(1, backend="mpi")
     too_many = torch.cuda.device_count() + 1

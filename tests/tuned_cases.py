@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 from exchange_cases import H
@@ -15,13 +17,25 @@ from rocm_dp.testing import rank_device
 if TYPE_CHECKING:
     from exchange_cases import Grid
 
-PREFERS_ALL_REDUCE = MeasuredTable((Measured(False, 4, 1.0, (("all_reduce", False, 1.0), ("peer", False, 2.0))),))
+PREFERS_GROUPED = MeasuredTable((Measured(False, 4, 1.0, (("all_gather_v", False, 1.0), ("peer", False, 2.0))),))
 
 
 def chosen_by_table(rank: int, grid: Grid, path: str) -> tuple[str, str]:
     """The transport chosen for four rows, and why."""
     layout = grid.layout(rank)
     with Groups.create(layout) as groups, _exchange(groups, path) as exchange:
+        [chosen] = [one for one in exchange.explain(TokenPlan((2, 2), PaddingMode.SUM_LEN)) if one.chosen]
+        return chosen.name, chosen.reason
+
+
+def chosen_here(rank: int, grid: Grid, hidden: int, cache: str) -> tuple[str, str]:
+    """The transport chosen for four rows by the table of this machine below ``cache``, and why."""
+    layout = grid.layout(rank)
+    with (
+        patch.dict(os.environ, {"XDG_CACHE_HOME": cache}),
+        Groups.create(layout) as groups,
+        TokenExchange(layout, groups, device=rank_device(), hidden=hidden, dtype=torch.float32) as exchange,
+    ):
         [chosen] = [one for one in exchange.explain(TokenPlan((2, 2), PaddingMode.SUM_LEN)) if one.chosen]
         return chosen.name, chosen.reason
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +19,12 @@ class Capture:
     """A graph of some calls and their ``results``, or the ``reason`` why there is none."""
 
     graph: torch.cuda.CUDAGraph
-    results: list[torch.Tensor] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     reason: str | None = None
 
 
 @contextmanager
-def captured(call: Callable[[], torch.Tensor], calls: int) -> Iterator[Capture]:
+def captured(call: Callable[[], object], calls: int) -> Iterator[Capture]:
     """Capture ``calls`` calls; the device is idle before.
 
     The graph is given up at the end: a communicator can't be destroyed while a graph holds its kernels.

@@ -6,22 +6,14 @@ import argparse
 import json
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-from rocm_dp.bench import rows_command
+from rocm_dp.bench import overlap_command, rows_command
 from rocm_dp.bench.arguments import add_run_arguments, build_config
-from rocm_dp.errors import RocmDpError
+from rocm_dp.bench.on_ranks import on_ranks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import Console
-
-    from rocm_dp.bench.config import BenchConfig
-
-T = TypeVar("T")
 
 _VERBS = {
     "gather": "our transports and the library's ways to gather the rows of all ranks",
@@ -51,6 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(host)
     host.add_argument("--calls", type=int, default=300, help="calls in a row that are timed together")
     host.set_defaults(measure=_host)
+    overlap = add("overlap", "what two-batch overlap hides of gather and combine, by transport")
+    overlap_command.add_arguments(overlap)
+    overlap.set_defaults(measure=overlap_command.run)
     rows = add("rows", "the row kernels against torch's own copies, on the GPU at hand")
     rows_command.add_arguments(rows)
     rows.set_defaults(measure=rows_command.run)
@@ -68,7 +63,7 @@ def _verb(verb: str, args: argparse.Namespace, console: Console) -> int:
     from rocm_dp.bench.table import print_wide, render, write_csv
 
     config = build_config(args, verb, calls=args.graph_calls, check=args.check)
-    report = make_report(_on_ranks(rank.run_rank, config, console), config)
+    report = make_report(on_ranks(rank.run_rank, config, console), config)
     print_wide(render(report))
     if args.json:
         args.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
@@ -82,7 +77,7 @@ def _host(args: argparse.Namespace, console: Console) -> int:
     from rocm_dp.bench.table import print_wide, render_host, write_csv
 
     config = build_config(args, "host", calls=args.calls, check=False)
-    found = _on_ranks(run_host, config, console)
+    found = on_ranks(run_host, config, console)
     about, costs = found[0].about, join_costs(found)
     print_wide(render_host(about, config, costs))
     if args.json:
@@ -91,23 +86,3 @@ def _host(args: argparse.Namespace, console: Console) -> int:
     if args.csv:
         write_csv(args.csv, costs)
     return 0
-
-
-def _on_ranks(fn: Callable[[int, BenchConfig], T], config: BenchConfig, console: Console) -> list[T]:
-    """Run ``fn`` on every rank with a progress bar; RocmDpError when it takes longer than ``config.timeout``."""
-    from rocm_dp.testing import RankPool
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting ranks", total=None)
-        try:
-            with RankPool(config.ranks) as pool:
-                progress.update(task, description="checking and measuring" if config.check else "measuring")
-                return pool.run(
-                    fn,
-                    config,
-                    timeout=config.timeout,
-                    on_note=lambda _, done: progress.update(task, completed=done[0], total=done[1]),
-                )
-        except TimeoutError as error:
-            raise RocmDpError(f"the run was ended: {error}") from error

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rocm_dp.options import Options
     from rocm_dp.plan import TokenPlan
 
+AUTO = "auto"  # an exchange that is left to itself
+AUTO = "auto"  # an exchange that is left to itself
 _PADDED = "all_gather"  # the transport that takes plans of equal sizes only
 
 
@@ -58,18 +60,18 @@ def agreed(reason: str | None, cpu: dist.ProcessGroup) -> str | None:
 
 @contextmanager
 def open_exchanges(
-    cases: Sequence[Inputs], groups: Groups, options: Sequence[Options]
+    cases: Sequence[Inputs], groups: Groups, options: Sequence[Options], *, batches: int = 1
 ) -> Iterator[dict[str, TokenExchange | Refused]]:
-    """Open one exchange for each of ``options``, large enough for all cases; by the name of its transport.
+    """Open one exchange for each of ``options``, large enough for all cases; by the name of its transport, or AUTO.
 
-    A transport that can't be used here is Refused on every rank. Collective.
+    ``batches`` of each are reserved. A transport that can't be used here is Refused on every rank. Collective.
     """
     with ExitStack() as stack:
         found: dict[str, TokenExchange | Refused] = {}
         for one in options:
-            name, reason = str(one.transport), None
+            name, reason = one.transport or AUTO, None
             try:
-                found[name] = stack.enter_context(_open(cases, groups, one))
+                found[name] = stack.enter_context(_open(cases, groups, one, batches))
             except (TransportRefusedError, PeerRefusedError) as error:
                 reason = str(error)
             reason = agreed(reason, groups.cpu)
@@ -78,8 +80,8 @@ def open_exchanges(
         yield found
 
 
-def _open(cases: Sequence[Inputs], groups: Groups, options: Options) -> TokenExchange:
-    plans = [plan_for(str(options.transport), case) for case in cases]
+def _open(cases: Sequence[Inputs], groups: Groups, options: Options, batches: int) -> TokenExchange:
+    plans = [plan_for(options.transport or AUTO, case) for case in cases]
     first = cases[0]
     exchange = TokenExchange(
         first.layout,
@@ -92,7 +94,7 @@ def _open(cases: Sequence[Inputs], groups: Groups, options: Options) -> TokenExc
         options=options,
     )
     try:
-        exchange.reserve(batches=1)
+        exchange.reserve(batches=batches)
     except (TransportRefusedError, PeerRefusedError):
         exchange.close()
         raise

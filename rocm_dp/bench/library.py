@@ -54,12 +54,12 @@ class Site:
 
 def gather_paths(site: Site) -> list[Contender]:
     """Return every library path of gather for one case."""
-    return [_gather_all_reduce(site), _gather_padded(site), _gather_list(site), _gather_send_recv(site)]
+    return [_gather_all_reduce(site), gather_padded(site), gather_list(site), _gather_send_recv(site)]
 
 
 def combine_paths(site: Site) -> list[Contender]:
     """Return every library path of combine for one case."""
-    return [_combine_all_reduce(site), _combine_padded(site), _combine_list(site), _combine_send_recv(site)]
+    return [_combine_all_reduce(site), combine_padded(site), combine_list(site), _combine_send_recv(site)]
 
 
 def _gather_all_reduce(site: Site) -> Contender:
@@ -78,7 +78,8 @@ def _gather_all_reduce(site: Site) -> Contender:
     return Contender("torch: zero + copy + all_reduce", plan, call, (out,))
 
 
-def _gather_padded(site: Site) -> Contender:
+def gather_padded(site: Site) -> Contender:
+    """Gather chunks of equal size, padded where needed."""
     plan, layout = site.inputs.max_len(), site.inputs.layout
     out = site.inputs.empty(plan.rows).zero_()
     share = plan.sizes[0] // layout.replicas
@@ -100,7 +101,8 @@ def _gather_padded(site: Site) -> Contender:
     return Contender("torch: padded all_gather", plan, full if real == share else padded, written)
 
 
-def _gather_list(site: Site) -> Contender:
+def gather_list(site: Site) -> Contender:
+    """Gather the real rows into views of uneven sizes: grouped collectives."""
     plan = site.inputs.sum_len()
     mine, out = site.own_share(site.inputs.local()), site.inputs.empty(plan.rows)
     views = site.world_shares(out, plan)
@@ -139,7 +141,8 @@ def _combine_all_reduce(site: Site) -> Contender:
     return Contender("torch: all_reduce + slice", plan, call, spends_input=True)
 
 
-def _combine_padded(site: Site) -> Contender:
+def combine_padded(site: Site) -> Contender:
+    """Sum chunks of equal size, padded where needed."""
     plan, layout = site.inputs.max_len(), site.inputs.layout
     partial, out = site.inputs.partial(plan), site.inputs.empty(plan.sizes[0])
     own, fill = site.own_share(out), _filler(site, out)
@@ -152,7 +155,8 @@ def _combine_padded(site: Site) -> Contender:
     return Contender("torch: padded reduce_scatter", plan, call, (out,))
 
 
-def _combine_list(site: Site) -> Contender:
+def combine_list(site: Site) -> Contender:
+    """Sum the real rows from views of uneven sizes: grouped collectives."""
     plan = site.inputs.sum_len()
     parts, out = site.world_shares(site.inputs.partial(plan), plan), site.inputs.empty(site.count)
     own, fill = site.own_share(out), _filler(site, out)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rocm_dp.bench.about import About
     from rocm_dp.bench.config import BenchConfig
     from rocm_dp.bench.host import HostCost
+    from rocm_dp.bench.overlap_report import Line
     from rocm_dp.bench.report import Report, Result
 
 _NONE = "n/a"
@@ -62,7 +63,7 @@ def render(report: Report) -> RenderableType:
     """Return the whole report."""
     config = report.config
     return Group(
-        *_header(report.about, config),
+        *header(report.about, config),
         Text(f"{config.verb}: {config.iters} repeats{_aside(report)}"),
         _results(report),
         Text(_CAPTION),
@@ -80,7 +81,7 @@ def _aside(report: Report) -> str:
 
 def render_host(about: About, config: BenchConfig, costs: Sequence[HostCost]) -> RenderableType:
     """Return the host costs."""
-    table = _table("counts", "call", "us", "least", "most", "note")
+    table = new_table("counts", "call", "us", "least", "most", "note")
     for counts, group in groupby(costs, key=lambda cost: cost.counts):
         for index, cost in enumerate(group):
             times = (_us(cost.p50), _us(cost.least), _us(cost.most))
@@ -88,10 +89,10 @@ def render_host(about: About, config: BenchConfig, costs: Sequence[HostCost]) ->
         table.add_section()
     waits = "" if about.backend == "nccl" else "; on the CPU a call is done when it returns, its waits included"
     repeats = f"host us of one call: median of {config.iters} repeats of {config.calls} calls, slowest rank{waits}"
-    return Group(*_header(about, config), Text(repeats), table)
+    return Group(*header(about, config), Text(repeats), table)
 
 
-def write_csv(path: Path, results: Sequence[Result] | Sequence[HostCost]) -> None:
+def write_csv(path: Path, results: Sequence[Result] | Sequence[HostCost] | Sequence[Line]) -> None:
     """Write one line for each result, its fields as columns."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(results[0])])
@@ -99,7 +100,8 @@ def write_csv(path: Path, results: Sequence[Result] | Sequence[HostCost]) -> Non
         writer.writerows(asdict(result) for result in results)
 
 
-def _header(about: About, config: BenchConfig) -> list[RenderableType]:
+def header(about: About, config: BenchConfig) -> list[RenderableType]:
+    """Return the lines that say where the figures come from."""
     layout = config.layout(0)
     versions = ", ".join(f"{name} {version}" for name, version in about.versions.items())
     where = f"dp {layout.dp_size}, cp {layout.cp_size}, tp {layout.tp_size}, {about.backend}"
@@ -113,7 +115,8 @@ def _header(about: About, config: BenchConfig) -> list[RenderableType]:
     return [Text(line) for line in lines]
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """Return an empty table with these columns."""
     table = Table()
     for column in columns:
         table.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
@@ -121,7 +124,7 @@ def _table(*columns: str) -> Table:
 
 
 def _results(report: Report) -> Table:
-    table = _table(*_COLUMNS)
+    table = new_table(*_COLUMNS)
     for _, group in groupby(report.results, key=lambda result: result.counts):
         for index, result in enumerate(group):
             case = _case_cells(result)
@@ -145,8 +148,8 @@ def _cells(result: Result) -> list[str]:
         _us(result.eager_p99),
         spread,
         _us(result.graph_p50),
-        *(_number(value, 2) for value in (result.algbw, result.busbw, result.real_busbw)),
-        *(_number(value, 2) if result.ours else "" for value in (result.ratio_eager, result.ratio_graph)),
+        *(number(value, 2) for value in (result.algbw, result.busbw, result.real_busbw)),
+        *(number(value, 2) if result.ours else "" for value in (result.ratio_eager, result.ratio_graph)),
         over,
         "-" if result.wrong is None else str(result.wrong),
     ]
@@ -165,9 +168,9 @@ def _notes(report: Report) -> list[Text]:
 
 
 def _summary(report: Report) -> RenderableType:
-    table = _table("contender", "cases", "x best", "x graph")
+    table = new_table("contender", "cases", "x best", "x graph")
     for one in report.summary:
-        ratios = (_number(one.ratio_eager, 3), _number(one.ratio_graph, 3))
+        ratios = (number(one.ratio_eager, 3), number(one.ratio_graph, 3))
         table.add_row(one.transport, f"{one.cases} of {len(report.config.cases)}", *ratios)
     if not report.checked:
         verdict = Text("nothing was checked")
@@ -183,10 +186,11 @@ def _short(counts: str) -> str:
 
 
 def _us(us: float | None) -> str:
-    return _number(us, 1)
+    return number(us, 1)
 
 
-def _number(value: Any, digits: int) -> str:
+def number(value: Any, digits: int) -> str:
+    """Return the value with so many digits; n/a for None."""
     return _NONE if value is None else f"{value:.{digits}f}"
 
 
