@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rocm_dp.groups import Groups
     from rocm_dp.layout import RankLayout
     from rocm_dp.options import ExchangeStats, Options
-    from rocm_dp.overlap import Half, Layer, interleave, overlapped_forward, serial_forward, split
+    from rocm_dp.overlap import Half, Layer, interleave, overlapped_forward, serial_forward
     from rocm_dp.pending import Pending
     from rocm_dp.plan import PaddingMode, Phase, TokenPlan, choose_padding
     from rocm_dp.routing import OverlapVerdict, TransportVerdict
@@ -63,7 +63,6 @@ _HOMES = {
     "interleave": "overlap",
     "overlapped_forward": "overlap",
     "serial_forward": "overlap",
-    "split": "overlap",
 }
 
 __all__ = [
@@ -105,7 +104,6 @@ __all__ = [
     "interleave",
     "overlapped_forward",
     "serial_forward",
-    "split",
 ]
 
 

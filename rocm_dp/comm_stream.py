@@ -64,6 +64,9 @@ class SideStream(Protocol):
     def settled(self) -> int | None:
         """Return the raw handle of the caller's stream if it is behind every launch already, else None."""
 
+    def familiar(self) -> bool:
+        """Whether the caller's stream is that of the last eager caller: then it is not being captured, mostly."""
+
     def finish(self, timeout: float) -> None:
         """Let the host wait for the stream's work; TimeoutError after ``timeout`` seconds."""
 
@@ -101,6 +104,10 @@ class InlineStream:
     def settled(self) -> int | None:
         """Return 0: the work is done."""
         return 0
+
+    def familiar(self) -> bool:
+        """Return True: there is one stream."""
+        return True
 
     def finish(self, timeout: float) -> None:
         """Return at once: the work is done."""
@@ -200,6 +207,10 @@ class CommStream:
             if handle == self._handle:
                 return handle
         return None
+
+    def familiar(self) -> bool:
+        """Whether the caller's stream is that of the last eager caller: then it is not being captured, mostly."""
+        return bool(torch._C._cuda_getCurrentRawStream(self._index) == self._handle)
 
     def finish(self, timeout: float) -> None:
         """Let the host wait for the comm stream and the last caller's; TimeoutError after ``timeout`` seconds."""

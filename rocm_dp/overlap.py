@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from rocm_dp.errors import ConfigError
@@ -42,24 +42,10 @@ class Layer(Protocol[S]):
 
 @dataclass(frozen=True, slots=True)
 class Half(Generic[S]):
-    """One half of a step: what the first layer takes, and the plan of its rows."""
+    """One half of a step (see ``TokenPlan.halves``): what the first layer takes, and the plan of its rows."""
 
     state: S
     plan: TokenPlan | GraphPlan
-
-
-def split(plan: TokenPlan) -> tuple[TokenPlan, TokenPlan]:
-    """Cut every dp rank's rows in the middle, the first half the longer by one; the same on every rank.
-
-    A half may be empty on a rank, or on all. Padding, phase and align are those of ``plan``.
-
-    >>> from rocm_dp.plan import PaddingMode, TokenPlan
-    >>> [half.counts for half in split(TokenPlan((5, 1, 0), PaddingMode.SUM_LEN))]
-    [(3, 1, 0), (2, 0, 0)]
-    """
-    second = tuple(count // 2 for count in plan.counts)
-    first = tuple(count - half for count, half in zip(plan.counts, second, strict=True))
-    return replace(plan, counts=first), replace(plan, counts=second)
 
 
 def interleave(*batches: Generator[None, None, T], exchange: TokenExchange | None = None) -> list[T]:

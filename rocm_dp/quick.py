@@ -56,10 +56,12 @@ def quick_async_way(
     """Like ``quick_way``, on the comm stream."""
     slot, launch, results, name, control = call.slot, call.launch, call.results, call.name, groups.control
     look, one, records = _look(call, groups, channels), call.launch.one, call.launch.records
+    familiar = side.familiar
 
     def quick(tensor: torch.Tensor) -> Pending[T] | None:
         address = look(tensor)
-        if address < 0:
+        # A graph may go by another transport.
+        if address < 0 or not familiar():
             return None
         slot.generation += 1
         slot.inputs = (tensor,)

@@ -310,6 +310,42 @@ def spread_copies(rank: int, grid: Grid, steps: int) -> int:
     return wrong
 
 
+def transports_in_a_graph(rank: int, grid: Grid, path: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Eager calls, then the same in a capture, by a table that has other transports for graphs: what was called."""
+    layout, plan = grid.layout(rank), TokenPlan((4, 4), PaddingMode.SUM_LEN)
+    with (
+        Groups.create(layout) as groups,
+        TokenExchange(
+            layout,
+            groups,
+            device=rank_device(),
+            hidden=H,
+            dtype=torch.float32,
+            max_rows=MOST,
+            options=Options(table=path),
+        ) as exchange,
+    ):
+        exchange.reserve(batches=1)
+        local = torch.ones(4, H, device=exchange.device)
+
+        def calls() -> None:
+            exchange.gather(local, plan)
+            exchange.gather_async(local, plan).wait()
+
+        for _ in range(3):
+            calls()
+        torch.cuda.synchronize()
+        eager = dict(exchange.stats().calls)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            calls()
+        graph.replay()
+        torch.cuda.synchronize()
+        graph.reset()
+        both = dict(exchange.stats().calls)
+        return eager, {name: both[name] - eager.get(name, 0) for name in both}
+
+
 def raise_with_a_call_in_flight(rank: int) -> tuple[str, float]:
     """Rank 0 launches a gather and fails; rank 1 stays away. How long the exchange held up the error."""
     plan = TokenPlan((5, 3), PaddingMode.SUM_LEN)

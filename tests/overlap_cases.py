@@ -18,7 +18,6 @@ from rocm_dp import (
     TokenPlan,
     overlapped_forward,
     serial_forward,
-    split,
 )
 from rocm_dp.errors import RankMismatchError, RocmDpError
 from rocm_dp.testing import rank_device
@@ -68,7 +67,7 @@ def halves_and_whole(rank: int, grid: Grid, transport: str | None, steps: int, l
         for step in range(steps):
             counts = torch.randint(0, MOST + 1, (grid.dp,), generator=generator)
             counts[torch.rand(grid.dp, generator=generator) < 0.3] //= MOST // 2
-            plans = split(TokenPlan(tuple(counts.tolist()), PaddingMode.SUM_LEN))
+            plans = TokenPlan(tuple(counts.tolist()), PaddingMode.SUM_LEN).halves()
             rows = [numbers(p.counts[dp], H, torch.float32, seed=9 * step + i) for i, p in enumerate(plans)]
             given = [one.round().to(device) for one in rows]
             alone = [
@@ -139,7 +138,7 @@ class Failing(Scaled):
 
 def one_half_fails(rank: int, grid: Grid) -> tuple[str, str, float]:
     """Rank 1's second layer fails: what each rank was told, in the step and by the next call, after how long."""
-    plans = split(TokenPlan((4, 4), PaddingMode.SUM_LEN))
+    plans = TokenPlan((4, 4), PaddingMode.SUM_LEN).halves()
     layers = [Scaled(rank, 0), (Failing if rank == 1 else Scaled)(rank, 1), *[Scaled(rank, 2)] * 20]
     said, after, start = "", "", time.monotonic()
     with suppress(RankMismatchError), over_peers(rank, grid) as exchange:

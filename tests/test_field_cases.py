@@ -178,6 +178,7 @@ def test_the_transport_that_carried_a_call_is_seen_and_never_a_silent_fallback(r
     for explained, calls in ranks(2).run(what_was_chosen):
         assert explained == {
             "peer": "needs GPUs, or TRITON_INTERPRET=1 on CPU ranks",
+            "copy_engine": "needs GPUs, or TRITON_INTERPRET=1 on CPU ranks",
             "all_gather": "needs equal sizes, the dp ranks have (3, 1)",
             "all_gather_v": "first in the table that can",
             "all_reduce": "could, but all_gather_v comes first",

@@ -24,7 +24,9 @@ from test_exchange import cases_for
 from test_peer_exchange import lose_rank_1
 
 from rocm_dp import Options
+from rocm_dp.measured import Measured, MeasuredTable
 from rocm_dp.testing import RankPool, run_ranks
+from rocm_dp.tuned import save
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -109,6 +111,15 @@ def test_copies_and_kernels_take_turns_on_one_channel_and_give_the_same_bits(pai
     for wrong, calls in pair.run(peer_exchange_cases.copies_and_kernels, PAIR, 100):
         assert wrong == 0
         assert set(calls.values()) == {100}
+
+
+def test_a_capture_goes_by_what_was_measured_in_graphs(pair: RankPool, tmp_path: Path) -> None:
+    eager = (("peer", False, 1.0), ("copy_engine", False, 2.0), ("peer", True, 1.0), ("copy_engine", True, 2.0))
+    graph = tuple((name, overlapped, 3.0 - us) for name, overlapped, us in eager)
+    save(MeasuredTable((Measured(False, 8, 1.0, eager), Measured(True, 8, 1.0, graph))), tmp_path / "table.json")
+    for before, captured in pair.run(cases.transports_in_a_graph, PAIR, str(tmp_path / "table.json")):
+        assert before == {"peer.gather": 6}
+        assert captured == {"peer.gather": 0, "copy_engine.gather": 2}
 
 
 def test_copies_spread_over_streams_are_as_right(crowd: Callable[[int], RankPool]) -> None:

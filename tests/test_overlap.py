@@ -7,10 +7,6 @@ from typing import TYPE_CHECKING
 import overlap_cases as cases
 import pytest
 from exchange_cases import Grid
-from hypothesis import given
-from hypothesis import strategies as st
-
-from rocm_dp import PaddingMode, Phase, TokenPlan, split
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,23 +16,6 @@ if TYPE_CHECKING:
     Ranks = Callable[[int], RankPool]
 
 PAIR = Grid(2, 2)
-COUNTS = st.lists(st.integers(0, 9), min_size=1, max_size=8).map(tuple)
-
-
-@given(
-    counts=COUNTS,
-    padding=st.sampled_from(PaddingMode),
-    phase=st.sampled_from([Phase.PREFILL, Phase.DECODE]),
-    align=st.integers(1, 4),
-)
-def test_a_split_keeps_every_row_and_is_even_to_one(
-    counts: tuple[int, ...], padding: PaddingMode, phase: Phase, align: int
-) -> None:
-    plan = TokenPlan(counts, padding, phase, align)
-    first, second = split(plan)
-    assert tuple(a + b for a, b in zip(first.counts, second.counts, strict=True)) == counts
-    assert all(a - b in (0, 1) for a, b in zip(first.counts, second.counts, strict=True))
-    assert {(half.padding, half.phase, half.align) for half in (first, second)} == {(padding, phase, align)}
 
 
 @pytest.mark.parametrize("transport", [None, "all_gather_v", "all_reduce"])

@@ -58,7 +58,6 @@ NAMES = {
     "interleave",
     "overlapped_forward",
     "serial_forward",
-    "split",
 }
 
 FUNCTIONS = {
@@ -78,7 +77,6 @@ FUNCTIONS = {
         "(layers: 'Sequence[Layer[S]]', halves: 'Sequence[Half[S]]', exchange: 'TokenExchange') -> 'list[S]'"
     ),
     "serial_forward": "(layers: 'Sequence[Layer[S]]', step: 'Half[S]', exchange: 'TokenExchange') -> 'S'",
-    "split": "(plan: 'TokenPlan') -> 'tuple[TokenPlan, TokenPlan]'",
 }
 CONSTRUCTORS = {
     "Agreement": "(plan: 'TokenPlan', overlap: 'bool', graph: 'bool') -> None",
