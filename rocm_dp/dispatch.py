@@ -14,20 +14,15 @@ from rocm_dp.control import Op
 from rocm_dp.errors import CapacityError, ClosedError, ConfigError, PeerTimeoutError
 from rocm_dp.graphs import GraphPlan
 from rocm_dp.kernels.launch import on_device
-from rocm_dp.making import OverMemory
-from rocm_dp.memory.channels import Channels, Late
-from rocm_dp.memory.copies import copier_for
+from rocm_dp.memory.channels import Late
 from rocm_dp.memory.events import wait_for
 from rocm_dp.memory.slots import SlotPool
 from rocm_dp.options import ExchangeStats
+from rocm_dp.over_memory import copy_lanes, facts_here, open_memory
 from rocm_dp.pending import Pending
 from rocm_dp.plan import digest64
 from rocm_dp.quick import quick_async_way, quick_way
-from rocm_dp.transports import qualify
 from rocm_dp.transports.collectives import CollectiveFailedError
-from rocm_dp.transports.copy_engine import CopyEngineTransport
-from rocm_dp.transports.peer import PeerTransport
-from rocm_dp.transports.places import Places, Room
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,14 +30,11 @@ if TYPE_CHECKING:
     from rocm_dp.calls import Call
     from rocm_dp.comm_stream import SideStream
     from rocm_dp.groups import Groups
-    from rocm_dp.memory.copies import Lanes
     from rocm_dp.options import Options
     from rocm_dp.plan import TokenPlan
 
 T = TypeVar("T")
 
-_HIP = torch.version.hip is not None
-_NO_LANES = 2  # the own rank's, and that of the first peer: its copies go on the caller's stream
 _GRACE_S = 5.0  # what is merely under way when an error passes is done long before
 
 
@@ -64,36 +56,18 @@ class Dispatcher:
         self._groups, self._options, self._device = groups, options, device
         self._max_rows, self._max_local_rows = most
         self._table = table
-        self._channels: Channels | None = None
-        self.over_memory = OverMemory()
         self._side = _attach(groups, device, options)
         try:
             with on_device(device):
-                self._qualify(most)
+                lanes = copy_lanes(self._side, groups.layout.world_size)
+                self._facts = facts_here(groups, device, lanes, table, options.peer_memory)
+                self._channels, self.over_memory = open_memory(groups, device, lanes, self._facts, options, most)
         except BaseException:
-            if self._channels is not None:
-                self._channels.close(collective=False)
             self._detach()
             raise
         self.slots = SlotPool(device, self._side.events)
         self._calls: Counter[str] = Counter()
         self._closed, self._told = "", False
-
-    def _qualify(self, most: tuple[int | None, int | None]) -> None:
-        """Find out what works here, and make what does; collective."""
-        groups, device, options = self._groups, self._device, self._options
-        # Links to several peers are used at once where each pair of GPUs has its own.
-        lanes = self._side.lanes(max(0, groups.layout.world_size - _NO_LANES) if _HIP else 0)
-        self._facts = _facts(groups, device, lanes, self._table, options.peer_memory)
-        if not self._facts.qualified:
-            return
-        self._channels = Channels(groups, device, timeout=options.timeout, kind=options.peer_memory)
-        reserve = None if most[0] is None or most[1] is None else Room(most[0], most[1])
-        places = Places(groups.layout, self._channels, reserve=reserve)
-        peer = PeerTransport(places)
-        copy_engine = CopyEngineTransport(places, peer, copier_for(device), lanes)
-        known = {"peer": peer, "copy_engine": copy_engine}
-        self.over_memory = OverMemory(**{name: known[name] for name in self._facts.qualified})  # type: ignore[arg-type]
 
     def check_open(self) -> None:
         """Raise ClosedError after ``close``, after a rank was lost, or when the groups were closed.
@@ -299,23 +273,6 @@ class Dispatcher:
         call = f"{verb} of batch {batch} (epoch {epoch})"
         text = f"{call}: rank {ranks} gave up, or did not come in {self._options.timeout:g} s; {lost}"
         return PeerTimeoutError(text, verb=verb, batch=batch, epoch=epoch, missing=missing)
-
-
-def _facts(groups: Groups, device: torch.device, lanes: Lanes, table: routing.Table, kind: str) -> routing.Facts:
-    """Return what the ranks agree on; a self-test runs once for each device and kind of memory of the groups."""
-    replicas = groups.layout.replicas
-    # What copies needs the kernels that meet and sum, so those are tested too, and first.
-    names = tuple(name for name in routing.NEED_PROOF if table.needs(name))
-    if not names:
-        return routing.Facts(replicas)
-    if not set(names) <= set(groups.qualified.get((device, kind), {})):
-        groups.qualified[device, kind] = qualify.refusals(groups, device, lanes, names, kind=kind)
-    found = {name: groups.qualified[device, kind][name] for name in names}
-    return routing.Facts(
-        replicas,
-        qualified=tuple(name for name, reason in found.items() if not reason),
-        unqualified=tuple((name, reason) for name, reason in found.items() if reason),
-    )
 
 
 def _stream_options(options: Options) -> dict[str, float]:

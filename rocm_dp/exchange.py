@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_dp.checks import check_summed, checked_rows
+from rocm_dp.checks import checked_rows
 from rocm_dp.control import Op
 from rocm_dp.dispatch import Dispatcher
-from rocm_dp.errors import ConfigError, TransportRefusedError
+from rocm_dp.errors import ConfigError
 from rocm_dp.graphs import GraphPlan
 from rocm_dp.group_verbs import GroupVerbs
+from rocm_dp.kept_calls import KeptCalls
 from rocm_dp.making import CallMaker, Shape
-from rocm_dp.messages import MessageLayout
 from rocm_dp.options import ExchangeStats, Options
 from rocm_dp.plan import digest64
 from rocm_dp.routing import Table, Use
@@ -23,29 +23,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from types import TracebackType
 
-    from rocm_dp.calls import Call
     from rocm_dp.groups import Groups
     from rocm_dp.layout import RankLayout
     from rocm_dp.measured import MeasuredTable
     from rocm_dp.pending import Pending
     from rocm_dp.plan import TokenPlan
     from rocm_dp.routing import OverlapVerdict, TransportVerdict
-
-T = TypeVar("T")
-
-
-class Asked(NamedTuple):
-    """A call as it is confirmed with the other ranks, and whether it is to run beside computation."""
-
-    op: Op
-    verb: str
-    plan: TokenPlan | GraphPlan
-    batch: int
-    partial: bool
-    overlap: bool
-
-
-_CALLS_KEPT = 256  # a step's plan is new, and serves every layer
 
 
 class TokenExchange(GroupVerbs):
@@ -114,11 +97,8 @@ class TokenExchange(GroupVerbs):
         table = Table((options.transport,)) if options.transport else Table(measured=self._measured())
         self._dispatch = Dispatcher(groups, options, self.device, (max_rows, self.max_local_rows), table)
         self._maker = CallMaker(layout, groups, shape, self._dispatch.slots, self._dispatch.over_memory)
-        self._calls: dict[tuple[object, ...], Call[Any]] = {}
-        # Those of them that can be launched again without a second look at anything but the tensor.
-        self._quick: dict[tuple[object, ...], Callable[[torch.Tensor], Any]] = {}
-        self._messages: dict[tuple[tuple[int, torch.dtype], ...], MessageLayout] = {}
-        self._inputs: dict[int, int] = {}  # where the combine_input of each batch begins
+        confirm = options.confirm_calls
+        self._calls = KeptCalls(self._dispatch, self._maker, groups.control, confirm=confirm)
 
     def gather(
         self, local: torch.Tensor, plan: TokenPlan | GraphPlan, *, partial: bool = False, batch: int = 0
@@ -127,44 +107,44 @@ class TokenExchange(GroupVerbs):
 
         ``partial``: the ranks of an attention-tp group hold addends of the rows, not copies of them.
         """
-        quick = self._quick.get(("gather", plan, batch, partial))
+        quick = self._calls.quick.get(("gather", plan, batch, partial))
         if quick is not None:
             result: torch.Tensor | None = quick(local)
             if result is not None:
                 return result
-        return self._dispatch.run(self._gather(local, plan, batch, partial=partial), (local,))
+        return self._dispatch.run(self._calls.gather(local, plan, batch, partial=partial), (local,))
 
     def gather_async(
         self, local: torch.Tensor, plan: TokenPlan | GraphPlan, *, partial: bool = False, batch: int = 0
     ) -> Pending[torch.Tensor]:
         """Like ``gather``, on the comm stream. Raises SlotBusyError while (gather, batch) is in flight."""
-        quick = self._quick.get(("gather_async", plan, batch, partial))
+        quick = self._calls.quick.get(("gather_async", plan, batch, partial))
         if quick is not None:
             pending: Pending[torch.Tensor] | None = quick(local)
             if pending is not None:
                 return pending
-        call = self._gather(local, plan, batch, partial=partial, overlap=True)
+        call = self._calls.gather(local, plan, batch, partial=partial, overlap=True)
         return self._dispatch.launch(call, (local,))
 
     def combine(self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
         """Sum ``partial`` [G, H] over all ranks; return this dp rank's rows [L, H], on the current stream."""
-        quick = self._quick.get(("combine", plan, batch, self._pulled(partial, batch)))
+        quick = self._calls.quick.get(("combine", plan, batch, self._calls.pulled(partial, batch)))
         if quick is not None:
             result: torch.Tensor | None = quick(partial)
             if result is not None:
                 return result
-        return self._dispatch.run(self._combine(partial, plan, batch), (partial,))
+        return self._dispatch.run(self._calls.combine(partial, plan, batch), (partial,))
 
     def combine_async(
         self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> Pending[torch.Tensor]:
         """Like ``combine``, on the comm stream. Raises SlotBusyError while (combine, batch) is in flight."""
-        quick = self._quick.get(("combine_async", plan, batch, self._pulled(partial, batch)))
+        quick = self._calls.quick.get(("combine_async", plan, batch, self._calls.pulled(partial, batch)))
         if quick is not None:
             pending: Pending[torch.Tensor] | None = quick(partial)
             if pending is not None:
                 return pending
-        return self._dispatch.launch(self._combine(partial, plan, batch, overlap=True), (partial,))
+        return self._dispatch.launch(self._calls.combine(partial, plan, batch, overlap=True), (partial,))
 
     def combine_input(self, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
         """Return a [G, H] buffer that all ranks can read, for experts to write their output to.
@@ -174,15 +154,7 @@ class TokenExchange(GroupVerbs):
         than read, combine pushes from it as from any other. Collective on the first use of a batch. Raises
         TransportRefusedError where ``plan`` does not go over peer memory.
         """
-        self._dispatch.check_plan(plan)
-        check_summed("combine", self.dtype)
-        name = self._dispatch.route(plan)
-        if name != "peer":
-            raise TransportRefusedError(f"combine_input needs peer memory, {name} carries this plan")
-        found = self._maker.combine_input(plan, batch)
-        if torch.version.hip is None:
-            self._inputs[batch] = found.data_ptr()
-        return found
+        return self._calls.combine_input(plan, batch)
 
     def gather_many(
         self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, *, batch: int = 0
@@ -192,13 +164,13 @@ class TokenExchange(GroupVerbs):
         Returns a contiguous [G, width] tensor for each. The first call with new widths and dtypes is confirmed
         with all ranks, and has buffers of its own.
         """
-        return self._dispatch.run(self._many(tensors, plan, batch), tensors)
+        return self._dispatch.run(self._calls.many(tensors, plan, batch), tensors)
 
     def gather_many_async(
         self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> Pending[list[torch.Tensor]]:
         """Like ``gather_many``, on the comm stream. Raises SlotBusyError while the same message is in flight."""
-        return self._dispatch.launch(self._many(tensors, plan, batch, overlap=True), tensors)
+        return self._dispatch.launch(self._calls.many(tensors, plan, batch, overlap=True), tensors)
 
     def scatter(self, full: torch.Tensor, plan: TokenPlan) -> torch.Tensor:
         """Return this dp rank's rows of ``full`` [G, any width] as a view [L, width]; no communication."""
@@ -241,7 +213,7 @@ class TokenExchange(GroupVerbs):
         if type(batches) is not int or batches < 1:
             raise ConfigError(f"batches must be an int of at least 1, got {batches!r}")
         self._dispatch.check_open()
-        message = self._message(many) if many else None
+        message = self._calls.message(many) if many else None
         for batch in range(batches):
             if not self._dispatch.always_peer:
                 self._maker.reserve_groups(message, batch)
@@ -289,7 +261,7 @@ class TokenExchange(GroupVerbs):
         memory are let go at once, and get a PeerTimeoutError that names this rank and its error; over process
         groups they wait for the groups' timeout. Here every further call raises ClosedError with the error.
         """
-        self._forget()
+        self._calls.forget()
         self._dispatch.give_up(error)
 
     def close(self) -> None:
@@ -298,7 +270,7 @@ class TokenExchange(GroupVerbs):
         Collective where peer memory was used: nobody's memory goes while another rank maps it. Raises
         RankMismatchError or PeerTimeoutError when it isn't done within ``Options.timeout``: a rank is lost.
         """
-        self._forget()
+        self._calls.forget()
         self._dispatch.close(wait=True)
 
     def __enter__(self) -> TokenExchange:
@@ -307,100 +279,13 @@ class TokenExchange(GroupVerbs):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._forget()
+        self._calls.forget()
         # After an error the others may never come: don't wait for them, and let the error through.
         self._dispatch.close(wait=kind is None)
 
     def _measured(self) -> MeasuredTable:
         where = self.options.table
         return agreed_table(self.groups, where, device=self.device, hidden=self.hidden, dtype=self.dtype)
-
-    def _gather(
-        self, local: torch.Tensor, plan: TokenPlan | GraphPlan, batch: int, *, partial: bool, overlap: bool = False
-    ) -> Call[torch.Tensor]:
-        def admit() -> None:
-            self._maker.wanted_local(plan).check(local)
-            if partial:
-                check_summed("gather(partial=True)", self.dtype)
-
-        def make(name: str) -> Call[torch.Tensor]:
-            return self._maker.gather(name, plan, batch, partial=partial)
-
-        asked = Asked(Op.GATHER, "gather", plan, batch, partial, overlap)
-        return self._call(asked, "gather", admit, make)
-
-    def _combine(
-        self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, batch: int, *, overlap: bool = False
-    ) -> Call[torch.Tensor]:
-        def admit() -> None:
-            check_summed("combine", self.dtype)
-            self._maker.wanted_partial(plan).check(partial)
-
-        pulled = self._pulled(partial, batch)
-
-        def make(name: str) -> Call[torch.Tensor]:
-            return self._maker.combine(name, plan, batch, pulled=pulled)
-
-        asked = Asked(Op.COMBINE, "combine", plan, batch, pulled, overlap)
-        return self._call(asked, "combine", admit, make)
-
-    def _pulled(self, partial: torch.Tensor, batch: int) -> bool:
-        """Whether ``partial`` is the combine_input of this batch."""
-        if batch not in self._inputs or not isinstance(partial, torch.Tensor):
-            return False
-        return partial.numel() > 0 and partial.data_ptr() == self._inputs[batch]
-
-    def _many(
-        self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, batch: int, *, overlap: bool = False
-    ) -> Call[list[torch.Tensor]]:
-        self._dispatch.check_plan(plan)
-        for index, tensor in enumerate(tensors):
-            checked_rows(f"tensors[{index}]", tensor, self._maker.local_rows(plan), device=self.device)
-        message = self._message([(tensor.shape[1], tensor.dtype) for tensor in tensors])
-
-        def make(name: str) -> Call[list[torch.Tensor]]:
-            return self._maker.many(name, message, plan, batch)
-
-        asked = Asked(Op.GATHER_MANY, message.verb, plan, batch, False, overlap)
-        return self._call(asked, message, lambda: None, make)
-
-    def _call(
-        self, asked: Asked, what: object, admit: Callable[[], None], make: Callable[[str], Call[T]]
-    ) -> Call[T]:
-        """Return the call of ``what`` made before, or make it; ``admit`` raises when its tensors don't fit."""
-        self._dispatch.check_open()
-        use = Use(overlap=asked.overlap, graph=self._dispatch.slots.capturing)
-        key = (what, asked.plan, asked.batch, asked.partial, use)
-        call = self._calls.get(key)
-        if call is not None and not call.stale and not self.options.confirm_calls:
-            return call
-        self._dispatch.check_plan(asked.plan)
-        admit()
-        name = self._dispatch.route(asked.plan, use)
-        self._dispatch.confirm(asked.op, (asked.verb, asked.batch), asked.plan, partial=asked.partial)
-        if call is None or call.stale:
-            if len(self._calls) >= _CALLS_KEPT:
-                self._forget()
-            call = self._calls[key] = make(name)
-            quick = None if use.graph else self._dispatch.quick(call, overlap=use.overlap)
-            if quick is not None:
-                verb = f"{asked.verb}_async" if use.overlap else asked.verb
-                self._quick[verb, asked.plan, asked.batch, asked.partial] = quick
-        return call
-
-    def _forget(self) -> None:
-        self._calls.clear()
-        self._quick.clear()
-
-    def _message(self, fields: Sequence[tuple[int, torch.dtype]]) -> MessageLayout:
-        """Return the layout for ``fields``; a new one is confirmed with all ranks once."""
-        key = tuple(fields)
-        if key not in self._messages:
-            message = MessageLayout(key)
-            names = digest64(message.name.encode())
-            self.groups.control.call_equal(Op.SIGNATURE, {"fields": names}, shown={"fields": message.name})
-            self._messages[key] = message
-        return self._messages[key]
 
     def _run(self, verb: str, work: Callable[[], None]) -> None:
         self._dispatch.run_group_verb(verb, work)

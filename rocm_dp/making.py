@@ -24,21 +24,11 @@ if TYPE_CHECKING:
     from rocm_dp.layout import RankLayout
     from rocm_dp.memory.slots import Slot, SlotPool
     from rocm_dp.messages import MessageLayout
+    from rocm_dp.over_memory import OverMemory
     from rocm_dp.transports.copy_engine import CopyEngineTransport
     from rocm_dp.transports.launch import Launch
 
 Plan: TypeAlias = "TokenPlan | GraphPlan"
-
-
-class OverMemory(NamedTuple):
-    """The transports over peer memory; None: not to be had here."""
-
-    peer: PeerTransport | None = None
-    copy_engine: CopyEngineTransport | None = None
-
-    def named(self, name: str) -> PeerTransport | CopyEngineTransport | None:
-        """Return the one of this name."""
-        return {"peer": self.peer, "copy_engine": self.copy_engine}.get(name)
 
 
 class Shape(NamedTuple):
@@ -63,22 +53,22 @@ class CallMaker:
     def __init__(
         self, layout: RankLayout, groups: Groups, shape: Shape, slots: SlotPool, over_memory: OverMemory
     ) -> None:
-        self._layout, self._shape, self._slots, self._over_memory = layout, shape, slots, over_memory
+        self._layout, self.shape, self._slots, self._over_memory = layout, shape, slots, over_memory
         self._transports = registry.build(layout, groups)
 
     def wanted_local(self, plan: Plan) -> Wanted:
         """Return what a gather takes."""
-        shape = self._shape
+        shape = self.shape
         return Wanted("local", self.local_rows(plan), shape.hidden, shape.dtype, shape.device)
 
     def wanted_partial(self, plan: Plan) -> Wanted:
         """Return what a combine takes."""
-        shape = self._shape
+        shape = self.shape
         return Wanted("partial", plan.rows, shape.hidden, shape.dtype, shape.device)
 
     def wanted_many(self, message: MessageLayout, plan: Plan) -> list[Wanted]:
         """Return what a gather_many takes."""
-        rows, device = self.local_rows(plan), self._shape.device
+        rows, device = self.local_rows(plan), self.shape.device
         return [
             Wanted(f"tensors[{index}]", rows, width, dtype, device)
             for index, (width, dtype) in enumerate(message.fields)
@@ -96,7 +86,7 @@ class CallMaker:
             return self._memory_gather(over_memory, name, key, plan, wanted, partial=partial)
         assert not isinstance(plan, GraphPlan)
         transport, host_plan = self._transports[name], plan
-        slot = self._slot(key, plan.rows, self._shape.max_rows)
+        slot = self._slot(key, plan.rows, self.shape.max_rows)
         out = self._view(slot, plan.rows)
 
         def work(tensors: Sequence[torch.Tensor], _: int) -> None:
@@ -106,14 +96,14 @@ class CallMaker:
 
     def combine_input(self, plan: Plan, batch: int) -> torch.Tensor:
         """Return the [G, H] of peer memory from which a pulled combine reads."""
-        shape, peer = self._shape, self._over_memory.peer
+        shape, peer = self.shape, self._over_memory.peer
         assert peer is not None
         return peer.input_of(("combine", batch), rows_of(plan), shape.hidden, shape.dtype)
 
     def combine(self, name: str, plan: Plan, batch: int, *, pulled: bool = False) -> Call[torch.Tensor]:
         """Return the combine of ``plan`` over transport ``name``; ``pulled``: of what lies in ``combine_input``."""
         key, wanted = ("combine", batch), [self.wanted_partial(plan)]
-        local_rows, most = self.local_rows(plan), self._shape.max_combine_rows
+        local_rows, most = self.local_rows(plan), self.shape.max_combine_rows
         over_memory = self._over_memory.named(name)
         if over_memory is not None:
             slot = self._slot(key, local_rows, most)
@@ -140,7 +130,7 @@ class CallMaker:
         key, wanted = (message.verb, batch), self.wanted_many(message, plan)
         over_memory = self._over_memory.named(name)
         if over_memory is not None and len(message.fields) <= MAX_FIELDS:
-            slot = self._slot(key, 0, self._shape.max_rows)
+            slot = self._slot(key, 0, self.shape.max_rows)
             gather = over_memory.gather(key, rows_of(plan), message.fields)
             return PeerCall(f"{name}.gather_many", slot, wanted, gather, gather.results, fixed=self._fixed)
         local_rows = self.local_rows(plan)
@@ -171,7 +161,7 @@ class CallMaker:
 
     def reserve_groups(self, message: MessageLayout | None, batch: int) -> None:
         """Make the buffers that calls of ``batch`` over process groups will need."""
-        shape = self._shape
+        shape = self.shape
         assert shape.max_rows is not None
         assert shape.max_local_rows is not None
         self._slot(("gather", batch), shape.max_rows, shape.max_rows)
@@ -181,12 +171,12 @@ class CallMaker:
 
     def reserve_peer(self, message: MessageLayout | None, batch: int, plans: Sequence[GraphPlan]) -> None:
         """Make the channels, and compile the kernels, that calls of ``batch`` over peer memory will need."""
-        dp, local_rows = self._layout.dp_size, self._shape.max_local_rows or 0
+        dp, local_rows = self._layout.dp_size, self.shape.max_local_rows or 0
         # With a plan of any rows every channel gets its full size; of few rows, a combine has another form.
         full = TokenPlan((local_rows, *[0] * (dp - 1)), PaddingMode.SUM_LEN)
-        can_sum = self._shape.dtype in SUMMED_DTYPES
+        can_sum = self.shape.dtype in SUMMED_DTYPES
         if can_sum:
-            self._slot(("combine", batch), local_rows, self._shape.max_combine_rows)
+            self._slot(("combine", batch), local_rows, self.shape.max_combine_rows)
             if self._layout.tp_size > 1:
                 self._slot(("gather", batch), local_rows, local_rows)
             one = TokenPlan((1, *[0] * (dp - 1)), PaddingMode.SUM_LEN)
@@ -206,7 +196,7 @@ class CallMaker:
 
     @property
     def _fixed(self) -> bool:
-        return self._shape.max_rows is not None
+        return self.shape.max_rows is not None
 
     def _names(self, plan: Plan) -> list[str]:
         """Return the transports over peer memory that can carry ``plan``."""
@@ -223,7 +213,7 @@ class CallMaker:
         *,
         partial: bool,
     ) -> Call[torch.Tensor]:
-        shape, rows = self._shape, rows_of(plan)
+        shape, rows = self.shape, rows_of(plan)
         launch: Launch
         if partial and self._layout.tp_size > 1:
             local_rows = self.local_rows(plan)
@@ -235,14 +225,14 @@ class CallMaker:
         return PeerCall(f"{name}.gather", slot, wanted, launch, _single(launch.results), fixed=self._fixed)
 
     def _view(self, slot: Slot, rows: int) -> torch.Tensor:
-        return slot.view(rows, self._shape.hidden, self._shape.dtype)
+        return slot.view(rows, self.shape.hidden, self.shape.dtype)
 
     def _slot(self, key: tuple[str, int], rows: int, most: int | None) -> Slot:
-        row_bytes = self._shape.row_bytes
+        row_bytes = self.shape.row_bytes
         return self._slots.take(*key, rows * row_bytes, reserve=None if most is None else most * row_bytes)
 
     def _message_slot(self, message: MessageLayout, batch: int, local_rows: int, rows: int) -> Slot:
-        reserve, shape = None, self._shape
+        reserve, shape = None, self.shape
         if shape.max_rows is not None and shape.max_local_rows is not None:
             reserve = message.nbytes(shape.max_local_rows, shape.max_rows)
         return self._slots.take(message.verb, batch, message.nbytes(local_rows, rows), reserve=reserve)

@@ -306,7 +306,7 @@ def other_slots(rank: int, grid: Grid) -> tuple[bool, bool]:
         with over_peers(rank, grid, timeout=1.0) as exchange:
             for turn in range(6):
                 if (rank, turn) == (0, 3):
-                    next(iter(exchange._calls.values())).launch.repeat_slot()  # type: ignore[attr-defined]
+                    next(iter(exchange._calls._calls.values())).launch.repeat_slot()  # type: ignore[attr-defined]
                 locals_ = [numbers(2, H, torch.float32, seed=turn * 8 + dp) for dp in range(grid.dp)]
                 got = exchange.gather(locals_[rank].to(exchange.device), plan).cpu()
                 for part, want in zip((got[:2], got[2:]), locals_, strict=True):

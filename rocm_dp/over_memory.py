@@ -1,0 +1,82 @@
+"""What works over peer memory on this machine, and the transports that do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from rocm_dp import routing
+from rocm_dp.memory.channels import Channels
+from rocm_dp.memory.copies import copier_for
+from rocm_dp.transports import qualify
+from rocm_dp.transports.copy_engine import CopyEngineTransport
+from rocm_dp.transports.peer import PeerTransport
+from rocm_dp.transports.places import Places, Room
+
+if TYPE_CHECKING:
+    from rocm_dp.comm_stream import SideStream
+    from rocm_dp.groups import Groups
+    from rocm_dp.memory.copies import Lanes
+    from rocm_dp.options import Options
+
+_HIP = torch.version.hip is not None
+_NO_LANES = 2  # the own rank's, and that of the first peer: its copies go on the caller's stream
+
+
+class OverMemory(NamedTuple):
+    """The transports over peer memory; None: not to be had here."""
+
+    peer: PeerTransport | None = None
+    copy_engine: CopyEngineTransport | None = None
+
+    def named(self, name: str) -> PeerTransport | CopyEngineTransport | None:
+        """Return the one of this name."""
+        return {"peer": self.peer, "copy_engine": self.copy_engine}.get(name)
+
+
+def copy_lanes(side: SideStream, ranks: int) -> Lanes:
+    """Return the streams for copies to several peers: on AMD, where each pair of GPUs has a link of its own."""
+    return side.lanes(max(0, ranks - _NO_LANES) if _HIP else 0)
+
+
+def facts_here(
+    groups: Groups, device: torch.device, lanes: Lanes, table: routing.Table, kind: str
+) -> routing.Facts:
+    """Return what the ranks agree on; a self-test runs once for each device and kind of memory of the groups."""
+    replicas = groups.layout.replicas
+    # What copies needs the kernels that meet and sum, so those are tested too, and first.
+    names = tuple(name for name in routing.NEED_PROOF if table.needs(name))
+    if not names:
+        return routing.Facts(replicas)
+    if not set(names) <= set(groups.qualified.get((device, kind), {})):
+        groups.qualified[device, kind] = qualify.refusals(groups, device, lanes, names, kind=kind)
+    found = {name: groups.qualified[device, kind][name] for name in names}
+    return routing.Facts(
+        replicas,
+        qualified=tuple(name for name, reason in found.items() if not reason),
+        unqualified=tuple((name, reason) for name, reason in found.items() if reason),
+    )
+
+
+def open_memory(
+    groups: Groups,
+    device: torch.device,
+    lanes: Lanes,
+    facts: routing.Facts,
+    options: Options,
+    most: tuple[int | None, int | None],
+) -> tuple[Channels | None, OverMemory]:
+    """Make the channels of an exchange and the transports over them, where any is fit; collective.
+
+    ``most``: rows of the global buffer and of one dp rank in it, at most (None: any).
+    """
+    if not facts.qualified:
+        return None, OverMemory()
+    channels = Channels(groups, device, timeout=options.timeout, kind=options.peer_memory)
+    reserve = None if most[0] is None or most[1] is None else Room(most[0], most[1])
+    places = Places(groups.layout, channels, reserve=reserve)
+    peer = PeerTransport(places)
+    copy_engine = CopyEngineTransport(places, peer, copier_for(device), lanes)
+    fit = facts.qualified
+    return channels, OverMemory(peer if "peer" in fit else None, copy_engine if "copy_engine" in fit else None)
