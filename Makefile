@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format build clean
+.PHONY: help venv demo test contract lint format build clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,6 +23,9 @@ demo: venv ## run the demo on this machine
 
 test: venv ## run the tests
 	$(RUN) pytest $(ARGS)
+
+contract: venv ## record what releases of SGLang promise: ARGS='WHEEL ...', oldest first
+	$(BIN)/python tests/sglang_contract.py $(ARGS)
 
 lint: venv ## ruff, mypy --strict and vermin
 	$(RUN) ruff check

@@ -121,7 +121,7 @@ class Dispatcher:
     @property
     def always_peer(self) -> bool:
         """Whether every plan goes over peer memory."""
-        return "peer" in self._facts.qualified and self._table.order[0] in routing.NEED_PROOF
+        return "peer" in self._facts.qualified and self._table.order[0] in routing.OVER_MEMORY
 
     def confirm(self, op: Op, key: tuple[str, int], plan: TokenPlan | GraphPlan, *, partial: bool = False) -> None:
         """With ``confirm_calls``: raise RankMismatchError on every rank unless all make this very call."""

@@ -15,6 +15,7 @@ from rocm_dp.group_verbs import GroupVerbs
 from rocm_dp.kept_calls import KeptCalls
 from rocm_dp.making import CallMaker, Shape
 from rocm_dp.options import ExchangeStats, Options
+from rocm_dp.pending import outside
 from rocm_dp.plan import digest64
 from rocm_dp.routing import Table, Use
 from rocm_dp.tuned import agreed_table
@@ -52,7 +53,8 @@ class TokenExchange(GroupVerbs):
     Over peer memory a kernel gives up after ``Options.timeout``, its result reads NaN where rows did not come,
     and the next call or ``close`` raises PeerTimeoutError.
 
-    Exchanges on the same groups share one comm stream, so their calls must come in one order on every rank.
+    Exchanges on the same groups share one comm stream, so their calls must come in one order on every rank. In code
+    that torch.compile compiles, the verbs cut a region: new counts compile nothing anew.
     """
 
     def __init__(
@@ -107,6 +109,8 @@ class TokenExchange(GroupVerbs):
 
         ``partial``: the ranks of an attention-tp group hold addends of the rows, not copies of them.
         """
+        if torch.compiler.is_compiling():
+            return outside(TokenExchange.gather, self, local, plan, partial=partial, batch=batch)
         quick = self._calls.quick.get(("gather", plan, batch, partial))
         if quick is not None:
             result: torch.Tensor | None = quick(local)
@@ -118,6 +122,8 @@ class TokenExchange(GroupVerbs):
         self, local: torch.Tensor, plan: TokenPlan | GraphPlan, *, partial: bool = False, batch: int = 0
     ) -> Pending[torch.Tensor]:
         """Like ``gather``, on the comm stream. Raises SlotBusyError while (gather, batch) is in flight."""
+        if torch.compiler.is_compiling():
+            return outside(TokenExchange.gather_async, self, local, plan, partial=partial, batch=batch)
         quick = self._calls.quick.get(("gather_async", plan, batch, partial))
         if quick is not None:
             pending: Pending[torch.Tensor] | None = quick(local)
@@ -128,6 +134,8 @@ class TokenExchange(GroupVerbs):
 
     def combine(self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
         """Sum ``partial`` [G, H] over all ranks; return this dp rank's rows [L, H], on the current stream."""
+        if torch.compiler.is_compiling():
+            return outside(TokenExchange.combine, self, partial, plan, batch=batch)
         quick = self._calls.quick.get(("combine", plan, batch, self._calls.pulled(partial, batch)))
         if quick is not None:
             result: torch.Tensor | None = quick(partial)
@@ -139,6 +147,8 @@ class TokenExchange(GroupVerbs):
         self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> Pending[torch.Tensor]:
         """Like ``combine``, on the comm stream. Raises SlotBusyError while (combine, batch) is in flight."""
+        if torch.compiler.is_compiling():
+            return outside(TokenExchange.combine_async, self, partial, plan, batch=batch)
         quick = self._calls.quick.get(("combine_async", plan, batch, self._calls.pulled(partial, batch)))
         if quick is not None:
             pending: Pending[torch.Tensor] | None = quick(partial)
@@ -164,12 +174,16 @@ class TokenExchange(GroupVerbs):
         Returns a contiguous [G, width] tensor for each. The first call with new widths and dtypes is confirmed
         with all ranks, and has buffers of its own.
         """
+        if torch.compiler.is_compiling():
+            return outside(TokenExchange.gather_many, self, tensors, plan, batch=batch)
         return self._dispatch.run(self._calls.many(tensors, plan, batch), tensors)
 
     def gather_many_async(
         self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> Pending[list[torch.Tensor]]:
         """Like ``gather_many``, on the comm stream. Raises SlotBusyError while the same message is in flight."""
+        if torch.compiler.is_compiling():
+            return outside(TokenExchange.gather_many_async, self, tensors, plan, batch=batch)
         return self._dispatch.launch(self._calls.many(tensors, plan, batch, overlap=True), tensors)
 
     def scatter(self, full: torch.Tensor, plan: TokenPlan) -> torch.Tensor:

@@ -11,7 +11,7 @@ from rocm_dp.checks import SUMMED_DTYPES
 from rocm_dp.graphs import GraphPlan
 from rocm_dp.kernels.peer import MAX_FIELDS
 from rocm_dp.plan import PaddingMode, TokenPlan
-from rocm_dp.routing import NEED_PROOF
+from rocm_dp.routing import OVER_MEMORY
 from rocm_dp.transports import registry
 from rocm_dp.transports.peer import PeerTransport
 from rocm_dp.transports.places import rows_of
@@ -54,7 +54,7 @@ class CallMaker:
         self, layout: RankLayout, groups: Groups, shape: Shape, slots: SlotPool, over_memory: OverMemory
     ) -> None:
         self._layout, self.shape, self._slots, self._over_memory = layout, shape, slots, over_memory
-        self._transports = registry.build(layout, groups)
+        self._transports = registry.build(layout, groups, shape.device)
 
     def wanted_local(self, plan: Plan) -> Wanted:
         """Return what a gather takes."""
@@ -200,7 +200,7 @@ class CallMaker:
 
     def _names(self, plan: Plan) -> list[str]:
         """Return the transports over peer memory that can carry ``plan``."""
-        able = NEED_PROOF if isinstance(plan, TokenPlan) else NEED_PROOF[:1]
+        able = OVER_MEMORY if isinstance(plan, TokenPlan) else OVER_MEMORY[:1]
         return [name for name in able if self._over_memory.named(name) is not None]
 
     def _memory_gather(

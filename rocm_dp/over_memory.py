@@ -1,4 +1,4 @@
-"""What works over peer memory on this machine, and the transports that do."""
+"""What passed its self-test on this machine, and the transports over peer memory that did."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from rocm_dp import routing
 from rocm_dp.memory.channels import Channels
 from rocm_dp.memory.copies import copier_for
-from rocm_dp.transports import qualify
+from rocm_dp.transports import aiter, qualify  # noqa: A004 - the transport, not the builtin
 from rocm_dp.transports.copy_engine import CopyEngineTransport
 from rocm_dp.transports.peer import PeerTransport
 from rocm_dp.transports.places import Places, Room
@@ -44,16 +44,20 @@ def facts_here(
     groups: Groups, device: torch.device, lanes: Lanes, table: routing.Table, kind: str
 ) -> routing.Facts:
     """Return what the ranks agree on; a self-test runs once for each device and kind of memory of the groups."""
-    replicas = groups.layout.replicas
+    found: dict[str, str] = {}
     # What copies needs the kernels that meet and sum, so those are tested too, and first.
-    names = tuple(name for name in routing.NEED_PROOF if table.needs(name))
-    if not names:
-        return routing.Facts(replicas)
-    if not set(names) <= set(groups.qualified.get((device, kind), {})):
-        groups.qualified[device, kind] = qualify.refusals(groups, device, lanes, names, kind=kind)
-    found = {name: groups.qualified[device, kind][name] for name in names}
+    names = [name for name in routing.OVER_MEMORY if table.needs(name)]
+    if names:
+        if not set(names) <= set(groups.qualified.get((device, kind), {})):
+            groups.qualified[device, kind] = qualify.refusals(groups, device, lanes, names, kind=kind)
+        found = {name: groups.qualified[device, kind][name] for name in names}
+    if table.needs("aiter"):
+        if (device, "aiter") not in groups.qualified:
+            groups.attached["aiter", device], reason = aiter.connect(groups, device)
+            groups.qualified[device, "aiter"] = {"aiter": reason}
+        found |= groups.qualified[device, "aiter"]
     return routing.Facts(
-        replicas,
+        groups.layout.replicas,
         qualified=tuple(name for name, reason in found.items() if not reason),
         unqualified=tuple((name, reason) for name, reason in found.items() if reason),
     )
@@ -71,12 +75,12 @@ def open_memory(
 
     ``most``: rows of the global buffer and of one dp rank in it, at most (None: any).
     """
-    if not facts.qualified:
+    fit = [name for name in routing.OVER_MEMORY if name in facts.qualified]
+    if not fit:
         return None, OverMemory()
     channels = Channels(groups, device, timeout=options.timeout, kind=options.peer_memory)
     reserve = None if most[0] is None or most[1] is None else Room(most[0], most[1])
     places = Places(groups.layout, channels, reserve=reserve)
     peer = PeerTransport(places)
     copy_engine = CopyEngineTransport(places, peer, copier_for(device), lanes)
-    fit = facts.qualified
     return channels, OverMemory(peer if "peer" in fit else None, copy_engine if "copy_engine" in fit else None)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import torch
 
 from rocm_dp.errors import StaleViewError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rocm_dp.comm_stream import SideStream
     from rocm_dp.memory.slots import Slot
 
 T = TypeVar("T")
+
+
+def outside(verb: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Call ``verb`` outside the region that torch.compile is about to compile."""
+    # Not a decorator: that would import the compiler with every import of this.
+    return cast("T", torch.compiler.disable(verb)(*args, **kwargs))  # type: ignore[no-untyped-call]
 
 
 class Pending(Generic[T]):
@@ -31,6 +41,8 @@ class Pending(Generic[T]):
         The result is valid until the next call on the same (verb, batch); waiting again returns it again. Raises
         StaleViewError once the buffer was used again, drained or closed.
         """
+        if torch.compiler.is_compiling():
+            return outside(Pending.wait, self)
         if self._slot.generation != self._generation:
             verb, batch = self._slot.key
             raise StaleViewError(

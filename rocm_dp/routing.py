@@ -12,8 +12,9 @@ from rocm_dp.plan import Phase, TokenPlan
 if TYPE_CHECKING:
     from rocm_dp.graphs import GraphPlan
 
-NAMES = ("peer", "copy_engine", "all_gather", "all_gather_v", "all_reduce")
-NEED_PROOF = ("peer", "copy_engine")  # trusted only after they passed a self-test on this very machine
+NAMES = ("peer", "copy_engine", "aiter", "all_gather", "all_gather_v", "all_reduce")
+OVER_MEMORY = ("peer", "copy_engine")
+NEED_PROOF = (*OVER_MEMORY, "aiter")  # trusted only after they passed a self-test on this very machine
 LAST = "all_reduce"  # whatever was measured: it needs room for all rows where the others need a dp rank's
 _HALVES = 2
 
@@ -48,8 +49,8 @@ class Table:
 
     The built-in order: kernels over peer memory where they passed their self-test, and copies by DMA in a prefill
     that is overlapped, where kernels would take compute units away. Otherwise equal sizes take the equal-size
-    collective; failing that only the real rows are moved, and an all-reduce, which moves every row of the buffer
-    twice, comes last.
+    collective, aiter's where it passed its self-test; failing that only the real rows are moved, and an all-reduce,
+    which moves every row of the buffer twice, comes last.
     """
 
     order: tuple[str, ...] = NAMES
@@ -108,7 +109,7 @@ def refusal(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> str | None:
         return None
     if not isinstance(plan, TokenPlan):
         return "needs counts on the host"
-    if name == "all_gather":
+    if name in {"aiter", "all_gather"}:
         if len(set(plan.sizes)) > 1:
             return f"needs equal sizes, the dp ranks have {plan.sizes}"
         if plan.sizes[0] % facts.replicas:
@@ -159,7 +160,7 @@ def overlap_verdict(plan: TokenPlan | GraphPlan, facts: Facts, table: Table, *, 
         return OverlapVerdict(pays=False, reason="there is nothing to split")
     if isinstance(plan, TokenPlan) and plan.phase is Phase.PREFILL:
         return OverlapVerdict(pays=True, reason="not measured here: a prefill mostly gains")
-    if graph and facts.qualified:
+    if graph and set(facts.qualified) & set(OVER_MEMORY):
         return OverlapVerdict(
             pays=True, reason="not measured here: what a graph replays over peer memory mostly gains"
         )

@@ -29,7 +29,7 @@ ROOMS = (
     ("checks", "control"),
     ("groups", "platform"),
     ("kernels",),
-    ("graphs",),
+    ("graphs", "rocm"),
     ("memory",),
     ("comm_stream",),
     ("pending",),

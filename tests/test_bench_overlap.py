@@ -88,7 +88,7 @@ def test_a_run_measures_every_contender_on_every_case_and_a_refused_one_is_shown
     assert {one["contender"] for one in timed} >= {*ALWAYS, "torch: padded"}
     check_figures(results)
     refused = {one["contender"]: one["reason"] for one in results if one["reason"] is not None}
-    assert refused.keys() == {"peer", "copy_engine", "torch: grouped"}
+    assert refused.keys() == {"peer", "copy_engine", "aiter", "torch: grouped"}
     shown = capsys.readouterr().out
     assert f"peer: n/a: {refused['peer']} (3+0/1+2, eager; 4+4/4+4, eager)" in shown
     assert "every overlapped result equals the serial one bit for bit" in shown

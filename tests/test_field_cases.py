@@ -179,6 +179,7 @@ def test_the_transport_that_carried_a_call_is_seen_and_never_a_silent_fallback(r
         assert explained == {
             "peer": "needs GPUs, or TRITON_INTERPRET=1 on CPU ranks",
             "copy_engine": "needs GPUs, or TRITON_INTERPRET=1 on CPU ranks",
+            "aiter": f"aiter is for AMD GPUs, this is cpu on torch {torch.__version__}",
             "all_gather": "needs equal sizes, the dp ranks have (3, 1)",
             "all_gather_v": "first in the table that can",
             "all_reduce": "could, but all_gather_v comes first",

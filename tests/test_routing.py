@@ -51,7 +51,9 @@ REFUSED = st.tuples(
     st.sampled_from(NEED_PROOF), st.sampled_from(["has no link to rank 1", "read back other bytes"])
 )
 FACTS = st.builds(
-    Facts, replicas=st.integers(1, 8), qualified=st.sampled_from([(), ("peer",), ("copy_engine",), NEED_PROOF])
+    Facts,
+    replicas=st.integers(1, 8),
+    qualified=st.sampled_from([(), ("peer",), ("copy_engine",), ("aiter",), NEED_PROOF]),
 ) | st.builds(Facts, replicas=st.integers(1, 8), unqualified=st.lists(REFUSED, max_size=1).map(tuple))
 TABLES = st.sampled_from(ORDERS).map(Table)
 
@@ -66,7 +68,7 @@ def can_carry(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> bool:
     if isinstance(plan, GraphPlan):
         return name == "peer"
     equal = all(size == plan.sizes[0] for size in plan.sizes)
-    return name != "all_gather" or (equal and plan.sizes[0] % facts.replicas == 0)
+    return name not in ("aiter", "all_gather") or (equal and plan.sizes[0] % facts.replicas == 0)
 
 
 def verdict(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> TransportVerdict:
@@ -76,7 +78,7 @@ def verdict(name: str, plan: TokenPlan | GraphPlan, facts: Facts) -> TransportVe
 
 
 def test_peer_memory_comes_first_and_all_reduce_last() -> None:
-    assert Table().order == NAMES == ("peer", "copy_engine", "all_gather", "all_gather_v", "all_reduce")
+    assert Table().order == NAMES == ("peer", "copy_engine", "aiter", "all_gather", "all_gather_v", "all_reduce")
 
 
 @ANY
@@ -168,6 +170,7 @@ def test_without_proven_peer_memory_equal_sizes_take_the_equal_size_collective(f
     assert choose(plan, facts, Table()) == (
         TransportVerdict("peer", chosen=False, reason=reason),
         TransportVerdict("copy_engine", chosen=False, reason=reason),
+        TransportVerdict("aiter", chosen=False, reason=reason),
         TransportVerdict("all_gather", chosen=True, reason="first in the table that can"),
         TransportVerdict("all_gather_v", chosen=False, reason="could, but all_gather comes first"),
         TransportVerdict("all_reduce", chosen=False, reason="could, but all_gather comes first"),
@@ -178,6 +181,7 @@ def test_with_proven_peer_memory_the_others_could_or_say_why_not() -> None:
     assert choose(TokenPlan((3, 5), PaddingMode.SUM_LEN), QUALIFIED, Table()) == (
         TransportVerdict("peer", chosen=True, reason="first in the table that can"),
         TransportVerdict("copy_engine", chosen=False, reason="could, but peer comes first"),
+        TransportVerdict("aiter", chosen=False, reason="needs equal sizes, the dp ranks have (3, 5)"),
         TransportVerdict("all_gather", chosen=False, reason="needs equal sizes, the dp ranks have (3, 5)"),
         TransportVerdict("all_gather_v", chosen=False, reason="could, but peer comes first"),
         TransportVerdict("all_reduce", chosen=False, reason="could, but peer comes first"),
@@ -239,14 +243,14 @@ def test_when_all_refuse_every_reason_is_told() -> None:
     refused = tuple(
         TransportVerdict(name, chosen=False, reason=f"lacks {place}") for place, name in enumerate(NAMES)
     )
-    message = "^peer lacks 0; copy_engine lacks 1; all_gather lacks 2; all_gather_v lacks 3; all_reduce lacks 4$"
+    message = "^" + "; ".join(f"{name} lacks {place}" for place, name in enumerate(NAMES)) + "$"
     with pytest.raises(TransportRefusedError, match=message):
         chosen_name(refused)
 
 
 @pytest.mark.parametrize("order", [("pigeon",), ("all_reduce", "pigeon"), ("ALL_REDUCE",), ()], ids=str)
 def test_a_table_with_an_unknown_transport_or_none_is_refused_with_both_sides(order: tuple[str, ...]) -> None:
-    known = "transports must be among ('peer', 'copy_engine', 'all_gather', 'all_gather_v', 'all_reduce')"
+    known = "transports must be among ('peer', 'copy_engine', 'aiter', 'all_gather', 'all_gather_v', 'all_reduce')"
     with pytest.raises(ConfigError, match="^" + re.escape(f"{known}, got {order}") + "$"):
         Table(order)
 
@@ -321,3 +325,9 @@ def test_an_all_reduce_comes_last_whatever_was_measured() -> None:
     plan = TokenPlan((4, 4), PaddingMode.SUM_LEN, Phase.DECODE)
     assert [one.name for one in choose(plan, QUALIFIED, table)][-1] == "all_reduce"
     assert not overlap_verdict(plan, QUALIFIED, table, graph=False).pays
+
+
+def test_proven_aiter_comes_before_the_equal_size_collective() -> None:
+    plan = TokenPlan((3, 5), PaddingMode.MAX_LEN)
+    assert chosen_name(choose(plan, Facts(qualified=("aiter",)), Table())) == "aiter"
+    assert chosen_name(choose(plan, Facts(), Table())) == "all_gather"

@@ -45,7 +45,7 @@ class AllGather:
         else:
             real = local[first : first + share]
             rows.place_rows(own, real, start=0, count=real.shape[0])
-        collectives.all_gather(out, own, self._groups.world)
+        self._all_gather(out, own)
 
     def combine_rows(self, plan: TokenPlan) -> tuple[int, int]:
         """Return the padded size of this dp rank, whose rows come first."""
@@ -56,10 +56,18 @@ class AllGather:
         layout, groups = self._layout, self._groups
         share = out.shape[0] // layout.replicas
         own = out[layout.replica_rank * share : (layout.replica_rank + 1) * share]
-        collectives.reduce_scatter(own, partial, groups.world)
+        self._reduce_scatter(own, partial)
         block = share * layout.tp_size
         mine = out[layout.cp_rank * block : (layout.cp_rank + 1) * block]
         if layout.tp_size > 1:
             collectives.all_gather(mine, own, groups.tp)
         if layout.cp_size > 1:
             collectives.all_gather(out, mine, groups.cp)
+
+    def _all_gather(self, out: torch.Tensor, own: torch.Tensor) -> None:
+        """Fill ``out`` with the share ``own`` of every rank, of which it may hold this rank's already."""
+        collectives.all_gather(out, own, self._groups.world)
+
+    def _reduce_scatter(self, own: torch.Tensor, full: torch.Tensor) -> None:
+        """Sum ``full`` over all ranks; this rank's share fills ``own``."""
+        collectives.reduce_scatter(own, full, self._groups.world)
