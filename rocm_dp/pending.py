@@ -42,7 +42,8 @@ class Pending(Generic[T]):
         StaleViewError once the buffer was used again, drained or closed.
         """
         if torch.compiler.is_compiling():
-            return outside(Pending.wait, self)
+            result: T = outside(Pending.wait, self)
+            return result
         if self._slot.generation != self._generation:
             verb, batch = self._slot.key
             raise StaleViewError(

@@ -465,10 +465,11 @@ class GivenUp(NamedTuple):
 
 def one_rank_gives_up(rank: int, grid: Grid, transport: str) -> GivenUp:
     """Rank 1 fails between two calls and gives up; rank 0 goes on."""
-    plan, spoilt, start = TokenPlan((2, 2), PaddingMode.SUM_LEN), False, time.monotonic()
+    plan, spoilt = TokenPlan((2, 2), PaddingMode.SUM_LEN), False
     with suppress(RankMismatchError), over_peers(rank, grid, transport=transport) as exchange:
         local = torch.ones(2, H, device=exchange.device)
         exchange.gather(local, plan)
+        start = time.monotonic()
         try:
             if rank == 1:
                 exchange.give_up(ValueError("half a batch was lost"))

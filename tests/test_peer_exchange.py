@@ -103,7 +103,7 @@ def test_without_the_wait_behind_the_copies_results_are_wrong(interpreted: Ranks
 def test_a_rank_that_gives_up_lets_nobody_wait(interpreted: Ranks, transport: str) -> None:
     first, other = interpreted(2).run(cases.one_rank_gives_up, PAIR, transport)
     assert first.spoilt
-    assert first.seconds < 5
+    assert first.seconds < 30  # of the 60 that a wait may take
     assert "PeerTimeoutError: gather of batch 0" in first.said
     assert "rank 1 gave up, or did not come in 60 s" in first.said
     assert "rank 1: ValueError: half a batch was lost" in first.said
