@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test contract lint format build clean
+.PHONY: help venv demo test soak contract lint format build clean
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -26,6 +26,9 @@ test: venv ## run the tests
 
 contract: venv ## record what releases of SGLang promise: ARGS='WHEEL ...', oldest first
 	$(BIN)/python tests/sglang_contract.py $(ARGS)
+
+soak: venv ## run the soak's self-test: clean runs pass, every leak made on purpose is named
+	$(BIN)/rocm-dp soak --self-test $(ARGS)
 
 lint: venv ## ruff, mypy --strict and vermin
 	$(RUN) ruff check

@@ -14,6 +14,7 @@ from rocm_dp.bench import command as bench
 from rocm_dp.bench import tune_command as tune
 from rocm_dp.demo import command as demo
 from rocm_dp.errors import RocmDpError
+from rocm_dp.soak import command as soak
 from rocm_dp.version import __version__
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ _COMMANDS = (
     ("demo", demo, "replay a trace over ranks with a small MoE model, every verb of every step checked"),
     ("bench", bench, "measure, against what torch does"),
     ("tune", tune, "measure which transport to take when, and when overlap pays, on this machine"),
+    ("soak", soak, "run random steps for long, and prove that nothing leaks"),
     ("kernels", kernels, "compile the kernels for AMD GPUs, none needed, and judge the machine code"),
 )
 

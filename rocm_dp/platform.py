@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rocm_dp.plan import digest64
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Processes must share these to reach each other's memory: handles are resolved through them.
 _NAMESPACES = ("ipc", "pid")
@@ -49,3 +53,17 @@ def hardware_queues() -> int:
     """Return how many hardware queues the HIP runtime may use: GPU_MAX_HW_QUEUES, or 4 where that says nothing."""
     told = os.environ.get(HW_QUEUES, "").strip()
     return int(told) if told.isdecimal() and int(told) else _HW_QUEUES_UNSET
+
+
+@contextmanager
+def preloading(library: Path) -> Iterator[None]:
+    """Let every process that is started in the block load ``library`` before all others (``LD_PRELOAD``)."""
+    before = os.environ.get("LD_PRELOAD")
+    os.environ["LD_PRELOAD"] = f"{library}:{before}" if before else str(library)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["LD_PRELOAD"]
+        else:
+            os.environ["LD_PRELOAD"] = before

@@ -165,6 +165,18 @@ def test_the_wheel_holds_the_licence_and_the_typing_mark(wheel: Path) -> None:
         assert archive.read(str(licence)) == (ROOT / "LICENSE").read_bytes()
 
 
+def test_the_wheel_holds_the_source_of_the_signal_counter(wheel: Path) -> None:
+    """It is compiled where it is used."""
+    path = PurePosixPath("rocm_dp/soak/signal_counter.c")
+    with zipfile.ZipFile(wheel) as archive:
+        assert archive.read(str(path)) == (ROOT / path).read_bytes()
+
+
+def test_the_pytest_plugin_is_installed(installed: Path, tmp_path: Path) -> None:
+    code = "from importlib.metadata import entry_points as e; print(*(p.value for p in e(group='pytest11')))"
+    assert run(installed, "-c", code, cwd=tmp_path).split() == ["rocm_dp.soak.plugin"]
+
+
 def test_the_sdist_holds_what_the_wheel_is_built_from(built: Path, source: Path) -> None:
     [sdist] = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -172,7 +184,8 @@ def test_the_sdist_holds_what_the_wheel_is_built_from(built: Path, source: Path)
     modules = {
         str(path.relative_to(source)) for room in ("rocm_dp", "kernels") for path in (source / room).rglob("*.py")
     }
-    assert modules | {"LICENSE", "pyproject.toml", "rocm_dp/py.typed"} <= names
+    others = {"LICENSE", "pyproject.toml", "rocm_dp/py.typed", "rocm_dp/soak/signal_counter.c"}
+    assert modules | others <= names
 
 
 def test_torch_and_triton_are_no_base_dependencies(wheel: Path) -> None:
