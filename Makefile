@@ -1,9 +1,12 @@
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test soak contract lint format build clean
+.PHONY: help venv demo test soak contract lint format build image image-try image-test clean
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+ENGINE ?= docker
+IMAGE ?= rocm-dp
+BASE_IMAGE ?=
 BIN := $(VENV)/bin
 # Not $(BIN)/pytest: of a tool that the image has already, the environment sees the module, not the command.
 RUN := $(BIN)/python -m
@@ -12,8 +15,9 @@ RUN := $(BIN)/python -m
 export PYTHONSAFEPATH := 1
 
 help: ## say what can be made (the default)
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-8s %s\n' "$$name" "$$what"; done
+	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-11s %s\n' "$$name" "$$what"; done
 	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  ARGS are passed on: make test ARGS='-k plan'"
+	@echo "  ENGINE=$(ENGINE)  IMAGE=$(IMAGE)  BASE_IMAGE=$(or $(BASE_IMAGE),that of docker/Dockerfile)"
 
 venv: ## set up the environment; a torch that PYTHON already has is used and never replaced
 	@$(PYTHON) .ci/venv.py $(VENV)
@@ -34,7 +38,7 @@ lint: venv ## ruff, mypy --strict and vermin
 	$(RUN) ruff check
 	$(RUN) ruff format --check
 	$(RUN) mypy --strict
-	$(BIN)/python -c 'import vermin; vermin.main()' --target=3.10- --no-tips --violations --quiet rocm_dp kernels tests .ci/venv.py
+	$(BIN)/python -c 'import vermin; vermin.main()' --target=3.10- --no-tips --violations --quiet rocm_dp kernels tests .ci/venv.py docker/held.py
 
 format: venv ## format the code and fix what ruff can fix
 	$(RUN) ruff check --fix
@@ -42,6 +46,18 @@ format: venv ## format the code and fix what ruff can fix
 
 build: venv ## wheel and sdist in dist/
 	$(RUN) build
+
+image: ## build the image with ENGINE (docker or podman)
+	$(ENGINE) build --file docker/Dockerfile $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) --tag $(IMAGE) .
+
+image-try: image ## run what needs no GPU in it: info, the doctor's look at its packages, a short demo
+	$(ENGINE) run --rm --shm-size=2g $(IMAGE) info --ranks 2
+	$(ENGINE) run --rm $(IMAGE) doctor --only 'cuda packages' --only triton --only init
+	$(ENGINE) run --rm --shm-size=2g $(IMAGE) demo --ranks 2 --steps 10
+	$(ENGINE) run --rm --shm-size=2g $(IMAGE) validate --ranks 2 --transport all_gather_v
+
+image-test: venv ## build the image on a stand-in base and run it, as root, with buildah and debootstrap alone
+	$(RUN) pytest -m image tests/test_image.py $(ARGS)
 
 clean: ## remove the environment, build output and caches
 	@test ! -e $(VENV)/rocm-dp.json || rm -rf $(VENV)

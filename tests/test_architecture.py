@@ -24,7 +24,7 @@ SOURCES = {"rocm_dp": ROOT / "rocm_dp", "rocm_dp.kernels": ROOT / "kernels"}
 # Bottom to top: a module imports from lower lines or from its own package, never beside or above.
 ROOMS = (
     ("errors", "version"),
-    ("layout", "options"),
+    ("layout", "options", "files"),
     ("plan",),
     ("checks", "control"),
     ("groups", "platform"),
@@ -47,13 +47,13 @@ ROOMS = (
     ("workload", "testing_worker", "reference"),
     ("testing_crew",),
     ("testing",),
-    ("aot", "soak", "bench", "doctor", "demo", "integrations"),
+    ("aot", "soak", "bench", "doctor", "validate", "demo", "integrations"),
     ("cli",),
     ("__main__",),
     ("__init__",),
 )
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
-NO_TORCH = {"errors", "version", "layout", "plan"}
+NO_TORCH = {"errors", "version", "files", "layout", "plan"}
 READS_ENVIRONMENT = {"cli", "doctor", "integrations", "platform", "testing", "testing_worker"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 LEAKS = {"record_stream", "wait_stream"}
