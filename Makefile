@@ -25,8 +25,9 @@ venv: ## set up the environment; a torch that PYTHON already has is used and nev
 demo: venv ## run the demo on this machine
 	$(BIN)/rocm-dp demo $(ARGS)
 
+# Two workers: the tests wait for ranks as often as they compute. A file stays in one, with the ranks that it started.
 test: venv ## run the tests
-	$(RUN) pytest $(ARGS)
+	$(RUN) pytest -n 2 --dist loadfile $(ARGS)
 
 contract: venv ## record what releases of SGLang promise: ARGS='WHEEL ...', oldest first
 	$(BIN)/python tests/sglang_contract.py $(ARGS)

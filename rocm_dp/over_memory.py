@@ -53,7 +53,9 @@ def facts_here(
         found = {name: groups.qualified[device, kind][name] for name in names}
     if table.needs("aiter"):
         if (device, "aiter") not in groups.qualified:
-            groups.attached["aiter", device], reason = aiter.connect(groups, device)
+            communicator, reason = aiter.connect(groups, device)
+            if communicator is not None:
+                groups.attached["aiter", device] = communicator
             groups.qualified[device, "aiter"] = {"aiter": reason}
         found |= groups.qualified[device, "aiter"]
     return routing.Facts(

@@ -19,6 +19,13 @@ settings.register_profile("rocm_dp", deadline=None, suppress_health_check=[Healt
 settings.load_profile("rocm_dp")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_table_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was tuned here is nothing to the tests, in this process and in its ranks."""
+    with patch.dict(os.environ, {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}):
+        yield
+
+
 @pytest.fixture(scope="session")
 def interpreted() -> Iterator[Callable[[int], RankPool]]:
     """Like ``ranks``; Triton interprets its kernels in them, so that peer memory is at hand."""

@@ -227,4 +227,4 @@ def test_info_is_one_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert main(["info", "--ranks", "2", "--hidden", "8"]) == 0
     shown = capsys.readouterr().out
     assert len(shown.splitlines()) <= 24
-    assert "peer: needs GPUs" in shown
+    assert "peer, copy_engine: needs GPUs" in shown

@@ -18,7 +18,7 @@ import pytest
 import rocm_dp
 from rocm_dp import errors, testing
 
-NEEDS_TORCH = {"Agreement", "GraphPlan", "Groups", "StepRules", "TokenExchange", "agree", "confirm"}
+NEEDS_TORCH = {"Agreement", "GraphPlan", "Groups", "Pending", "StepRules", "TokenExchange", "agree", "confirm"}
 NAMES = {
     "Agreement",
     "CapacityError",

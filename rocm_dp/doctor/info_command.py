@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rocm_dp.doctor.machine import Machine
 
 _CPU_RANKS, _TIMEOUT = 2, 300.0
+_NOTHING = "-"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,12 +64,19 @@ def _facts(machine: Machine, ranks: int, backend: str) -> dict[str, str]:
     return {
         "rocm_dp": __version__,
         "torch": f"{torch.__version__} (HIP {torch.version.hip or '-'}, CUDA {torch.version.cuda or '-'})",
-        "ROCm": facts.shown(facts.rocm_version(machine)) if facts.has_amd(machine) else "-",
+        "ROCm": facts.shown(facts.rocm_version(machine)) if facts.has_amd(machine) else _NOTHING,
         "GPUs": ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)) or "none",
         "SUM_LEN in graphs": _workaround(),
         "ranks": f"{ranks} over {backend}",
         "doctor": f"see rocm-dp doctor: {', '.join(problems)}" if problems else "no problems",
     }
+
+
+def _by_reason(refused: dict[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, reason in refused.items():
+        found.setdefault(reason, []).append(name)
+    return found
 
 
 def _workaround() -> str:
@@ -83,6 +91,8 @@ def _workaround() -> str:
 def _render(facts: dict[str, str], explained: Sequence[Explained]) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     for name, value in facts.items():
+        if value == _NOTHING:
+            continue
         grid.add_row(Text(name, style="bold"), Text(value))
     table = Table("plan", "rows", "carried by", "and why not the others")
     for one in explained:
@@ -90,6 +100,6 @@ def _render(facts: dict[str, str], explained: Sequence[Explained]) -> Renderable
             Text(one.plan),
             f"{one.rows:,}",
             Text(one.chosen or "nothing", style="green" if one.chosen else "bold red"),
-            Text("\n".join(f"{name}: {reason}" for name, reason in one.refused.items())),
+            Text("\n".join(f"{', '.join(names)}: {reason}" for reason, names in _by_reason(one.refused).items())),
         )
     return Group(grid, table)
