@@ -146,8 +146,8 @@ def combine_rows(
                 leave(channel, epoch + steps, slot)
             else:
                 if missing == 0:
-                    looks, missing = wait(flags[1], who, epoch + step, slot, looks, W, W_POW2)
-                    report(table, channel, epoch + step, missing)
+                    looks, missing, named = wait(flags[1], who, epoch + step, slot, looks, W, W_POW2)
+                    report(table, channel, epoch + step, missing, named)
                 spoilt = tl.where(missing != 0, float("nan"), 0.0)
                 until = tl.minimum(size, after)
                 add_up(
@@ -162,8 +162,8 @@ def combine_rows(
             )
             arrive(flags[0], who, epoch + 1, slot, W, W_POW2)
             leave(channel, epoch + 1, slot)
-            looks, missing = wait(flags[1], who, epoch + 1, slot, looks, W, W_POW2)
-            report(table, channel, epoch + 1, missing)
+            looks, missing, named = wait(flags[1], who, epoch + 1, slot, looks, W, W_POW2)
+            report(table, channel, epoch + 1, missing, named)
         else:
             leave(channel, epoch + 1, slot)
         spoilt = tl.where(missing != 0, float("nan"), 0.0)

@@ -66,8 +66,8 @@ def meet(
     missing = epoch * 0 - 1
     if looks > 0:
         arrive(flags[0], who, epoch, slot, W, W_POW2)
-        looks, missing = wait(flags[1], who, epoch, slot, looks, W, W_POW2)
-        report(table, channel, epoch, missing)
+        looks, missing, named = wait(flags[1], who, epoch, slot, looks, W, W_POW2)
+        report(table, channel, epoch, missing, named)
     leave(channel, epoch, slot)
     if missing != 0:
         if B0 > 0:

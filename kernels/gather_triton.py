@@ -175,8 +175,8 @@ def gather_rows(
             _zero_gaps(c, channel, plan, who, rows, B2, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
         if B3 > 0:
             _zero_gaps(d, channel, plan, who, rows, B3, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
-        looks, missing = wait(flags[1], who, epoch, slot, looks, W, W_POW2)
-        report(table, channel, epoch, missing)
+        looks, missing, named = wait(flags[1], who, epoch, slot, looks, W, W_POW2)
+        report(table, channel, epoch, missing, named)
     else:
         leave(channel, epoch, slot)
     if missing != 0:

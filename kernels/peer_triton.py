@@ -127,7 +127,8 @@ def arrive(theirs, who, epoch, slot, W: tl.constexpr, W_POW2: tl.constexpr):
 def wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
     """Wait until all peers' parts of ``epoch`` are here, for ``looks`` looks at most.
 
-    Returns the looks that are left, none after one that was in vain, and a mask of the ranks that did not come.
+    Returns the looks that are left, none after one that was in vain, a mask of the ranks that did not come, and one
+    of those to name: if a rank is gone, nobody waits longer for the others, who are not to blame.
     """
     first, rank = who
     least, none = epoch * 2, epoch * 0
@@ -138,20 +139,22 @@ def wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
             looks -= 1
         astray = (seen < least) | (seen == least + (1 - slot)) | (seen >= GONE)
         missing = tl.where(astray, (none + 1) << (2 * first + 1 - rank), 0)
+        gone = none
     else:
         # One look at all flags at once, and the acquire when all are there.
         each = tl.arange(0, W_POW2)
         others = (each < W) & (first + each != rank)
         seen = tl.load(mine, mask=others, other=least, volatile=True)
-        while (tl.min(tl.where(others, seen, least)) < least) & (looks > 0):
+        while (tl.min(tl.where(others, seen, least)) < least) & (tl.max(seen) < GONE) & (looks > 0):
             seen = tl.load(mine, mask=others, other=least, volatile=True)
             looks -= 1
         tl.atomic_add(mine, tl.zeros([W_POW2], tl.int64), mask=others, sem="acquire", scope="sys")
         bit = (tl.zeros([W_POW2], tl.int64) + 1) << (first + each)
         astray = (seen < least) | (seen == least + (1 - slot)) | (seen >= GONE)
         missing = tl.sum(tl.where(others & astray, bit, 0))
+        gone = tl.sum(tl.where(others & (seen >= GONE), bit, 0))
     tl.debug_barrier()
-    return tl.where(missing == 0, tl.maximum(looks, 1), 0), missing
+    return tl.where(missing == 0, tl.maximum(looks, 1), 0), missing, tl.where(gone != 0, gone, missing)
 
 
 @triton.jit
@@ -162,17 +165,17 @@ def enter(table, channel, flags, who, slot, looks, W: tl.constexpr, W_POW2: tl.c
     if (tl.load(channel + 2) == slot) & (looks > 0):
         epoch += 1
         arrive(flags[0], who, epoch, slot, W, W_POW2)
-        looks, missing = wait(flags[1], who, epoch, slot, looks, W, W_POW2)
-        report(table, channel, epoch, missing)
+        looks, missing, named = wait(flags[1], who, epoch, slot, looks, W, W_POW2)
+        report(table, channel, epoch, missing, named)
     return epoch, looks
 
 
 @triton.jit
-def report(table, channel, epoch, missing):
-    """Tell the later calls and the host of ranks that did not come."""
+def report(table, channel, epoch, missing, named):
+    """Tell the later calls and the host that ranks did not come, and which to name."""
     if missing != 0:
         tl.store(channel + 3, epoch)
-        tl.atomic_or(channel + 4, missing)
+        tl.atomic_or(channel + 4, named)
         tl.store(table, 1)
         tl.store(pointer_at(tl.load(table + 1), tl.int64, 8), 1)
 

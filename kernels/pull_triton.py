@@ -68,8 +68,8 @@ def pull_rows(
             tl.store(result + at + lane, total.to(DTYPE), mask=inside)
         arrive(flags[0], who, epoch + 1, slot, W, W_POW2)
         leave(channel, epoch + 1, slot)
-        looks, missing = wait(flags[1], who, epoch + 1, slot, looks, W, W_POW2)
-        report(table, channel, epoch + 1, missing)
+        looks, missing, named = wait(flags[1], who, epoch + 1, slot, looks, W, W_POW2)
+        report(table, channel, epoch + 1, missing, named)
     else:
         fill(result, low * row, high * row, float("nan"), DTYPE, UNITS)
         leave(channel, epoch + 1, slot)

@@ -67,7 +67,7 @@ class Wanted(NamedTuple):
 class GroupCall(Generic[T]):
     """A call that torch runs on the current stream, into the buffer of its slot; ``launch``: a part that it has."""
 
-    raw, records = False, 0
+    raw = False
 
     def __init__(
         self,
@@ -83,6 +83,7 @@ class GroupCall(Generic[T]):
         self.name, self.slot, self.fixed = name, slot, fixed
         self._wanted, self._work, self._result, self._buffer = tuple(wanted), work, result, slot.buffer
         self._launch = launch
+        self.records = launch.records if launch is not None else 0
 
     @property
     def stale(self) -> bool:

@@ -64,8 +64,8 @@ class SideStream(Protocol):
     def settled(self) -> int | None:
         """Return the raw handle of the caller's stream if it is behind every launch already, else None."""
 
-    def familiar(self) -> bool:
-        """Whether the caller's stream is that of the last eager caller: then it is not being captured, mostly."""
+    def capturing(self) -> bool:
+        """Whether the caller's stream is being captured."""
 
     def finish(self, timeout: float) -> None:
         """Let the host wait for the stream's work; TimeoutError after ``timeout`` seconds."""
@@ -105,9 +105,9 @@ class InlineStream:
         """Return 0: the work is done."""
         return 0
 
-    def familiar(self) -> bool:
-        """Return True: there is one stream."""
-        return True
+    def capturing(self) -> bool:
+        """Return False: there are no graphs."""
+        return False
 
     def finish(self, timeout: float) -> None:
         """Return at once: the work is done."""
@@ -172,7 +172,7 @@ class CommStream:
             slot.done.record(self._stream)
             self._last = slot.done, capturing
             if not capturing:
-                self._note(_OWN_RECORDS + records if raw else RECORDS_PER_CALL, self._stream)
+                self._note((_OWN_RECORDS if raw else RECORDS_PER_CALL) + records, self._stream)
 
     def join(self, slot: Slot) -> None:
         """Make the caller's stream wait for the slot's last launch."""
@@ -195,22 +195,22 @@ class CommStream:
                 last[0].wait(current)
             work(current.cuda_stream)
             if not capturing:
-                self._note(_OWN_RECORDS + records if raw else RECORDS_PER_CALL, current)
+                self._note((_OWN_RECORDS if raw else RECORDS_PER_CALL) + records, current)
 
     def settled(self) -> int | None:
         """Return the raw handle of the caller's stream if it is behind every launch already, else None.
 
-        So it is when it was the last caller's too; in a capture as well, since nothing is recorded.
+        So it is when it was the last caller's too. Never in a capture, which may go by another transport.
         """
         if self._last is None and torch._C._cuda_getDevice() == self._index:
             handle: int = torch._C._cuda_getCurrentRawStream(self._index)
-            if handle == self._handle:
+            if handle == self._handle and not torch._C._cuda_isCurrentStreamCapturing():
                 return handle
         return None
 
-    def familiar(self) -> bool:
-        """Whether the caller's stream is that of the last eager caller: then it is not being captured, mostly."""
-        return bool(torch._C._cuda_getCurrentRawStream(self._index) == self._handle)
+    def capturing(self) -> bool:
+        """Whether the caller's stream is being captured."""
+        return bool(torch._C._cuda_isCurrentStreamCapturing())
 
     def finish(self, timeout: float) -> None:
         """Let the host wait for the comm stream and the last caller's; TimeoutError after ``timeout`` seconds."""

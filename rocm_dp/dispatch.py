@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from rocm_dp import routing
 from rocm_dp.calls import PeerCall
 from rocm_dp.comm_stream import side_stream
 from rocm_dp.control import Op
-from rocm_dp.errors import CapacityError, ClosedError, ConfigError, PeerTimeoutError
+from rocm_dp.errors import CapacityError, ClosedError, ConfigError, PeerRefusedError, PeerTimeoutError
 from rocm_dp.graphs import GraphPlan
 from rocm_dp.kernels.launch import on_device
 from rocm_dp.memory.channels import Late
@@ -121,20 +122,28 @@ class Dispatcher:
     @property
     def always_peer(self) -> bool:
         """Whether every plan goes over peer memory."""
-        return "peer" in self._facts.qualified and self._table.order[0] in routing.OVER_MEMORY
+        measured = self._table.measured.names - set(routing.OVER_MEMORY)
+        return "peer" in self._facts.qualified and self._table.order[0] in routing.OVER_MEMORY and not measured
 
-    def confirm(self, op: Op, key: tuple[str, int], plan: TokenPlan | GraphPlan, *, partial: bool = False) -> None:
+    def confirm(
+        self, op: Op, key: tuple[str, int], plan: TokenPlan | GraphPlan, transport: str, *, partial: bool = False
+    ) -> None:
         """With ``confirm_calls``: raise RankMismatchError on every rank unless all make this very call."""
         verb, batch = key
         self.slots.check_free(verb, batch)
         if self._options.confirm_calls:
-            fields = {"verb": digest64(verb.encode()), "digest": plan.digest, "batch": batch, "partial": partial}
-            self._groups.control.call_equal(op, fields, shown={"verb": verb, "digest": plan})
+            names = {"verb": digest64(verb.encode()), "transport": digest64(transport.encode())}
+            fields = {**names, "digest": plan.digest, "batch": batch, "partial": partial}
+            shown = {"verb": verb, "transport": transport, "digest": plan}
+            self._groups.control.call_equal(op, fields, shown=shown)
 
     def quick(self, call: Call[T], *, overlap: bool) -> Callable[[torch.Tensor], Any] | None:
         """Return a short way to make ``call`` again, with ``overlap`` on the comm stream; None: there is none."""
         watched = self._options.confirm_calls or self._options.poison
         if watched or self._channels is None or not isinstance(call, PeerCall) or not call.fixed:
+            return None
+        # What makes records is noted, on the long way.
+        if call.records and not overlap:
             return None
         way: Callable[..., Callable[[torch.Tensor], Any]] = quick_async_way if overlap else quick_way
         return way(call, side=self._side, groups=self._groups, channels=self._channels, count=self._calls)
@@ -175,12 +184,19 @@ class Dispatcher:
 
     def give_up(self, error: BaseException) -> None:
         """Let no other rank wait for this one, and refuse further calls."""
-        if self._closed or self._groups.control.failure:
-            return
         # First what they will read when they are let go.
         self._groups.control.gave_up(f"{type(error).__name__}: {error}")
-        if self._channels is not None and not self.slots.capturing:
-            self._side.inline(self._channels.give_up, raw=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Set the flags of every exchange on these groups, once, so that no peer waits for this rank any more."""
+        if self.slots.capturing:
+            # What is captured does not run: close() does it.
+            return
+        # The error that led here is the one to tell, not that of a device that is lost too.
+        with suppress(Exception):
+            for channels in self._groups.channels:
+                self._side.inline(channels.give_up, raw=True)
 
     def close(self, *, wait: bool) -> None:
         """Give up every buffer and event once the device is done with them; a second call does nothing.
@@ -191,6 +207,8 @@ class Dispatcher:
         if self._closed:
             return
         self._closed = "this TokenExchange is closed"
+        if self._groups.control.failure:
+            self._let_go()
         try:
             # A kernel that has just begun to wait for a peer is done after as long again.
             self._side.finish(2 * self._options.timeout if wait else min(_GRACE_S, self._options.timeout))
@@ -258,7 +276,7 @@ class Dispatcher:
     def _guarded(self, call: str, work: Callable[[], None]) -> None:
         try:
             work()
-        except (CollectiveFailedError, TimeoutError) as error:
+        except (CollectiveFailedError, TimeoutError, PeerRefusedError) as error:
             raise self._groups.control.lost(call) from error
         self._calls[call] += 1
 
@@ -269,6 +287,8 @@ class Dispatcher:
         late = self._channels.first_late() or Late(("a call", 0), 0, ())
         (verb, batch), epoch, missing = late
         lost = self._groups.control.lost(f"{verb} of batch {batch}")
+        # The others need not wait for calls that this rank won't make either.
+        self._let_go()
         ranks = ", ".join(map(str, missing)) or "some rank"
         call = f"{verb} of batch {batch} (epoch {epoch})"
         text = f"{call}: rank {ranks} gave up, or did not come in {self._options.timeout:g} s; {lost}"

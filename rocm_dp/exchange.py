@@ -159,10 +159,10 @@ class TokenExchange(GroupVerbs):
     def combine_input(self, plan: TokenPlan | GraphPlan, *, batch: int = 0) -> torch.Tensor:
         """Return a [G, H] buffer that all ranks can read, for experts to write their output to.
 
-        ``combine`` of this very tensor needs no push: each owner reads its rows from all ranks and sums. It is this
-        rank's to write until that call, and again behind it on its stream. On AMD, whose links are better written
-        than read, combine pushes from it as from any other. Collective on the first use of a batch. Raises
-        TransportRefusedError where ``plan`` does not go over peer memory.
+        ``combine`` of this very tensor needs no push: each owner reads its rows from all ranks and sums. All ranks
+        pass theirs, or none does. It is this rank's to write until that call, and again behind it on its stream. On
+        AMD, whose links are better written than read, combine pushes from it as from any other. Collective on the
+        first use of a batch. Raises TransportRefusedError where ``plan`` does not go over peer memory.
         """
         return self._calls.combine_input(plan, batch)
 

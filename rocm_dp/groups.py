@@ -50,6 +50,8 @@ class Groups:
         # The side streams of exchanges on these groups, by device, and what a lost rank may yet write.
         self.attached: dict[object, Any] = {}
         # Why peer memory of a device and kind can't be trusted here ("": it can), as its self-test found once.
+        self.channels: list[Any] = []
+        """Peer memory of every exchange on these groups, for a rank that gives up."""
         self.qualified: dict[tuple[object, str], dict[str, str]] = {}
         world = dist.get_process_group_ranks(groups["world"])
         if len(world) != layout.world_size:

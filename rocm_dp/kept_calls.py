@@ -142,11 +142,14 @@ class KeptCalls:
         self._dispatch.check_plan(asked.plan)
         admit()
         name = self._dispatch.route(asked.plan, use)
-        self._dispatch.confirm(asked.op, (asked.verb, asked.batch), asked.plan, partial=asked.partial)
+        self._dispatch.confirm(asked.op, (asked.verb, asked.batch), asked.plan, name, partial=asked.partial)
         if call is None or call.stale:
             if len(self._calls) >= _KEPT:
                 self.forget()
             call = self._calls[key] = make(name)
+            # What was outgrown is not kept by calls that are of no use any more.
+            for old in [old for old, made in self._calls.items() if made.stale]:
+                del self._calls[old]
             quick = None if use.graph else self._dispatch.quick(call, overlap=use.overlap)
             if quick is not None:
                 verb = f"{asked.verb}_async" if use.overlap else asked.verb

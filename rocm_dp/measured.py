@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from rocm_dp.errors import ConfigError
 
 _FORMAT = 1
+_LEAST, _MOST = 1e-9, 1e12  # microseconds, and skews: beyond is no measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class MeasuredTable:
     """All that ``rocm-dp tune`` measured for one machine, layout and kind of rows."""
 
     entries: tuple[Measured, ...] = ()
+
+    @property
+    def names(self) -> set[str]:
+        """The transports that were measured."""
+        return {name for one in self.entries for name, _, _ in one.times}
 
     def times(self, rows: int, skew: float, *, graph: bool) -> dict[tuple[str, bool], float]:
         """Return the microseconds of a layer by (transport, overlapped); empty when nothing like it was measured.
@@ -62,7 +68,7 @@ class MeasuredTable:
             if plain["format"] != _FORMAT:
                 raise ConfigError(f"a measured table must be of format {_FORMAT}, got {plain['format']!r}")
             return cls(tuple(_entry(*one) for one in plain["entries"]))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"not a measured table: {type(error).__name__}: {error}") from error
@@ -79,7 +85,7 @@ def _entry(graph: object, rows: object, skew: object, times: list[list[object]])
 
 
 def _positive(number: object) -> bool:
-    return type(number) in {int, float} and 0 < number < math.inf  # type: ignore[operator]
+    return type(number) in {int, float} and _LEAST < number < _MOST  # type: ignore[operator]
 
 
 def _by_kind(entry: Measured) -> dict[tuple[str, bool], float]:

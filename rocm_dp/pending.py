@@ -49,7 +49,6 @@ class Pending(Generic[T]):
             raise StaleViewError(
                 f"the buffer of this {verb} (batch {batch}) was used again, drained or closed since"
             )
-        if self._slot.inputs is not None:
-            self._side.join(self._slot)
-            self._slot.inputs = None
+        self._side.join(self._slot)
+        self._slot.inputs = None
         return self._result

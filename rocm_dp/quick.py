@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rocm_dp.errors import PeerRefusedError
 from rocm_dp.pending import Pending
 
 if TYPE_CHECKING:
@@ -34,11 +35,11 @@ def quick_way(
     tell what.
     """
     slot, launch, results, name = call.slot, call.launch, call.results, call.name
-    look, settled, records = _look(call, groups, channels), side.settled, call.launch.records
+    look, settled = _look(call, groups, channels), side.settled
 
     def quick(tensor: torch.Tensor) -> T | None:
         address = look(tensor)
-        stream = settled() if address >= 0 and not records else None
+        stream = settled() if address >= 0 else None
         if stream is None:
             return None
         slot.generation += 1
@@ -56,19 +57,19 @@ def quick_async_way(
     """Like ``quick_way``, on the comm stream."""
     slot, launch, results, name, control = call.slot, call.launch, call.results, call.name, groups.control
     look, one, records = _look(call, groups, channels), call.launch.one, call.launch.records
-    familiar = side.familiar
+    capturing = side.capturing
 
     def quick(tensor: torch.Tensor) -> Pending[T] | None:
         address = look(tensor)
         # A graph may go by another transport.
-        if address < 0 or not familiar():
+        if address < 0 or capturing():
             return None
         slot.generation += 1
         slot.inputs = (tensor,)
         result = results[launch.next_slot]
         try:
             side.launch(slot, lambda stream: one(address, stream), raw=True, records=records)
-        except TimeoutError as error:
+        except (TimeoutError, PeerRefusedError) as error:
             raise control.lost(name) from error
         count[name] += 1
         return Pending(side, slot, result)

@@ -17,6 +17,7 @@ OVER_MEMORY = ("peer", "copy_engine")
 NEED_PROOF = (*OVER_MEMORY, "aiter")  # trusted only after they passed a self-test on this very machine
 LAST = "all_reduce"  # whatever was measured: it needs room for all rows where the others need a dp rank's
 _HALVES = 2
+_FIRST = "first in the table that can"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,13 @@ class Table:
         if use.overlap and isinstance(plan, TokenPlan) and plan.phase is Phase.PREFILL:
             order = tuple(sorted(order, key=lambda name: name != "copy_engine"))
         known = [name for name in order if (name, use.overlap) in times and name != LAST]
-        known.sort(key=lambda name: times[name, use.overlap])
-        said = [(name, f"measured: {times[name, use.overlap]:.1f} us a layer") for name in known]
-        return said + [(name, "first in the table that can") for name in order if name not in known]
+        # What was measured changes places with what else was; what was not keeps its own.
+        by_time = iter(sorted(known, key=lambda name: times[name, use.overlap]))
+        ranked = [next(by_time) if name in known else name for name in order]
+        return [
+            (name, f"measured: {times[name, use.overlap]:.1f} us a layer" if name in known else _FIRST)
+            for name in ranked
+        ]
 
     def times(self, plan: TokenPlan | GraphPlan, use: Use) -> dict[tuple[str, bool], float]:
         """Return what was measured for steps like this plan's; overlapped, the plan is one half of a step."""

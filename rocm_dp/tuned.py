@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,18 +53,22 @@ def agreed_table(
 ) -> MeasuredTable:
     """Return the table that rank 0 finds at ``where``, on every rank; collective.
 
-    ``where``: a path, MINE, or None for no table. Raises ConfigError on every rank when the file is not one, or
-    when a path was given at which there is none.
+    ``where``: a path, MINE, or None for no table. Raises ConfigError on every rank when a path was given at which
+    there is no table; what can't be read of MINE is warned of and left alone.
     """
     if where is None:
         return MeasuredTable()
     data, wrong = b"", ""
     if groups.layout.rank == 0:
-        path = path_for(groups.layout, device, hidden, dtype) if where == MINE else Path(where)
         try:
+            path = path_for(groups.layout, device, hidden, dtype) if where == MINE else Path(where)
             data = _read(path, optional=where == MINE)
-        except (ConfigError, OSError) as error:
-            wrong = f"{path}: {error}"
+        except Exception as error:  # whatever it is, the other ranks wait to hear of it
+            wrong = f"{where if where != MINE else 'the table of this machine'}: {error}"
+    if wrong and where == MINE:
+        # Nobody asked for it: what can't be read is not there.
+        warnings.warn(f"{wrong}; going by built-in rules", stacklevel=2)
+        wrong = ""
     text = groups.control.from_rank_0(data, wrong)
     return MeasuredTable.from_json(text.decode()) if text else MeasuredTable()
 

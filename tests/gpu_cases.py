@@ -104,7 +104,7 @@ def _without(what: str) -> AbstractContextManager[object]:
         return patch.object(CommStream, "join", join)
     if what == "ready":
 
-        def launch(self: CommStream, slot: Slot, work: Work, *, raw: bool) -> None:
+        def launch(self: CommStream, slot: Slot, work: Work, *, raw: bool, records: int = 0) -> None:
             with torch.cuda.stream(self._stream):
                 work(self._stream.cuda_stream)
             slot.done.record(self._stream)

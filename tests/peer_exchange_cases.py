@@ -481,6 +481,38 @@ def one_rank_gives_up(rank: int, grid: Grid, transport: str) -> GivenUp:
     return GivenUp(spoilt, "", 0.0)
 
 
+def one_of_three_gives_up(rank: int, grid: Grid) -> GivenUp:
+    """Rank 1 gives up on one exchange; ranks 0 and 2, which looks late, wait in another on the same groups."""
+    plan, spoilt = TokenPlan((2, 2, 2), PaddingMode.SUM_LEN), False
+    with suppress(RankMismatchError), over_peers(rank, grid) as first:
+        second = TokenExchange(
+            first.layout,
+            first.groups,
+            device=first.device,
+            hidden=H,
+            dtype=torch.float32,
+            max_rows=CAPACITY,
+            options=first.options,
+        )
+        local = torch.ones(2, H, device=first.device)
+        second.gather(local, plan)
+        start = time.monotonic()
+        try:
+            if rank == 1:
+                first.give_up(ValueError("a third was lost"))
+            if rank == 2:
+                time.sleep(1.0)
+            got = second.gather(local, plan)
+            spoilt = bool(got[2:4].isnan().all())
+            second.gather(local, plan)
+        except RocmDpError as error:
+            return GivenUp(spoilt, f"{type(error).__name__}: {error}", time.monotonic() - start)
+        finally:
+            with suppress(RocmDpError):
+                second.close()
+    return GivenUp(spoilt, "", 0.0)
+
+
 def no_combine_input(rank: int, grid: Grid) -> str:
     with an_exchange(rank, grid) as exchange:
         try:

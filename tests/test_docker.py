@@ -313,7 +313,15 @@ def test_scripts_are_sound(path: Path) -> None:
 
 def test_the_makefile_builds_and_tries_this_image() -> None:
     done = subprocess.run(
-        ["make", "--dry-run", "image-try", "ENGINE=podman", "IMAGE=here/rocm-dp", "BASE_IMAGE=local/base"],
+        [
+            "make",
+            "--no-print-directory",
+            "--dry-run",
+            "image-try",
+            "ENGINE=podman",
+            "IMAGE=here/rocm-dp",
+            "BASE_IMAGE=local/base",
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,

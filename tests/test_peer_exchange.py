@@ -265,6 +265,17 @@ def test_addends_that_all_can_read_are_pulled_and_may_be_overwritten_at_once(
         assert 0 < epoch <= 2 * steps
 
 
+def test_a_rank_that_gives_up_is_the_one_named_and_lets_all_exchanges_of_the_groups_go(
+    interpreted: Ranks,
+) -> None:
+    first, gone, last = interpreted(3).run(cases.one_of_three_gives_up, Grid(3, 3))
+    assert gone.said == "ClosedError: these groups can't be used after: ValueError: a third was lost"
+    for one in (first, last):
+        assert one.spoilt
+        assert "PeerTimeoutError: gather of batch 0 (epoch 2): rank 1 gave up" in one.said
+        assert one.seconds < 30
+
+
 def test_without_the_wait_until_all_have_read_addends_are_overwritten(interpreted: Ranks) -> None:
     assert interpreted(2).run(cases.overwritten_at_once, PAIR, 3, "twice") == [0, 0]
     assert sum(interpreted(2).run(cases.overwritten_at_once, PAIR, 3, "once")) > 0

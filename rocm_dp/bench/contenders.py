@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from rocm_dp.plan import TokenPlan
 
 AUTO = "auto"  # an exchange that is left to itself
-AUTO = "auto"  # an exchange that is left to itself
 _PADDED = "all_gather"  # the transport that takes plans of equal sizes only
 
 

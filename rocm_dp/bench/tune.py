@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_dp.bench.contenders import Refused, open_exchanges
+from rocm_dp.bench.contenders import Refused, agreed, open_exchanges
 from rocm_dp.bench.overlap_layers import make_weights
 from rocm_dp.bench.overlap_measure import Effort, Mode, OverlapTimes, measure, slowest
 from rocm_dp.bench.overlap_rank import IN_FLIGHT, case_inputs
@@ -76,13 +76,15 @@ def _of_case(
     ready: Ready,
 ) -> Iterator[Timed | str]:
     on_gpu = case.inputs[0].device.type == "cuda" and config.calls
-    effort, rows = Effort(config.warmup, config.iters, check=False), sum(case.inputs[-1].counts)
+    effort, rows = Effort(config.warmup, config.iters), sum(case.inputs[-1].counts)
     for name, exchange in exchanges.items():
         way = our_way(name, exchange, case)
         for mode in (Mode.EAGER, Mode.GRAPH) if on_gpu else (Mode.EAGER,):
             found = way if isinstance(way, Refused) else measure(way, mode, effort, ready.groups.cpu)
             if isinstance(found, Refused):
                 yield f"{name}, {mode.value}: {found.reason}"
+            elif agreed("wrong" if found.wrong else None, ready.groups.cpu):
+                yield f"{name}, {mode.value}: overlapped results differ from serial ones"
             else:
                 yield Timed(rows, skew, mode is Mode.GRAPH, name, found)
 

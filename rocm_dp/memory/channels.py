@@ -95,6 +95,7 @@ class Channels:
         except BaseException:
             self._pads.close(collective=False)
             raise
+        groups.channels.append(self)
 
     @property
     def late(self) -> bool:
@@ -145,6 +146,7 @@ class Channels:
 
     def close(self, *, collective: bool) -> None:
         """Give all memory back; ``collective`` False: without waiting for the other ranks."""
+        self._groups.channels.remove(self)
         for channel in self._made.values():
             channel.buffer.close(collective=collective)
         self._pads.close(collective=collective)

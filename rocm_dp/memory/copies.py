@@ -1,4 +1,4 @@
-"""Copies that take no compute unit: by SDMA or copy engines between GPUs, by the host between CPU ranks."""
+"""Copies that take no compute unit between GPUs: by SDMA or copy engines; by the host between CPU ranks."""
 
 from __future__ import annotations
 

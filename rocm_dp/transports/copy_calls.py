@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
 from rocm_dp.kernels import peer as kernels
 from rocm_dp.kernels.driver import Arguments
 from rocm_dp.transports.places import gaps_of, rounded, share_of
@@ -11,14 +13,13 @@ from rocm_dp.transports.places import gaps_of, rounded, share_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    import torch
-
     from rocm_dp.kernels.launch import Prepared
     from rocm_dp.memory.copies import Copier, Lanes
     from rocm_dp.transports.launch import Field, Job
 
 _HEAD = 15  # numbers that a sum begins with; the address of its input follows
 _UNALIGNED = 15
+_HIP = torch.version.hip is not None
 
 
 class Engine(NamedTuple):
@@ -57,7 +58,9 @@ class CopyLaunch:
         self._meet = tuple(Arguments(numbers(slot)) for slot in range(2))
         self._copies = tuple(self._copies_to(slot) for slot in range(2))
         self._own = tuple(self._own_copies(slot) for slot in range(2))
-        self.records = engine.lanes.records
+        moved = sum(map(len, self._copies[0])) + len(self._own[0])
+        # On AMD each copy holds a signal until it is done, as a record does.
+        self.records = engine.lanes.records + (moved if _HIP else 0)
 
     @property
     def stale(self) -> bool:
