@@ -42,10 +42,6 @@ class Channel:
         self.key, self.place, self.buffer, self.slot_bytes, self.slots = key, place, buffer, slot_bytes, slots
         self.slot = 1  # the one used last; the kernel's own note of it begins with 1 too
 
-    def holds(self, address: int) -> bool:
-        """Return whether ``address`` lies in this rank's memory of the channel."""
-        return 0 <= address - self.buffer.tensor.data_ptr() < self.slots * self.slot_bytes
-
     @property
     def range(self) -> tuple[int, int]:
         """Where this rank's memory of the channel begins and ends."""

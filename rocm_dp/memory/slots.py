@@ -41,11 +41,8 @@ class Slot:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in the buffer, so that the next use would overwrite it."""
-        return tensor.numel() > 0 and self.holds_address(tensor.data_ptr())
-
-    def holds_address(self, address: int) -> bool:
-        """Return whether ``address`` lies in the buffer."""
-        return 0 <= address - self.buffer.data_ptr() < self.buffer.numel()
+        low, high = self.range
+        return tensor.numel() > 0 and low <= tensor.data_ptr() < high
 
     @property
     def range(self) -> tuple[int, int]:

@@ -77,10 +77,6 @@ class CopyLaunch:
         """The peer memory of this rank that calls write."""
         return (self._job.channel.range,)
 
-    def holds(self, address: int) -> bool:
-        """Return whether ``address`` lies in peer memory that calls write."""
-        return self._job.channel.holds(address)
-
     def repeat_slot(self) -> None:
         """Make the next call use the slot of the last one, as the replay of a graph may."""
         self._job.channel.slot ^= 1

@@ -36,9 +36,6 @@ class Launch(Protocol):
     def records(self) -> int:
         """Event records that a call makes of its own."""
 
-    def holds(self, address: int) -> bool:
-        """Return whether ``address`` lies in peer memory that calls write."""
-
     def one(self, address: int, stream: int) -> None:
         """Launch on the raw ``stream`` for the only input, at an aligned ``address``."""
 
@@ -108,10 +105,6 @@ class Chain:
     def ranges(self) -> tuple[tuple[int, int], ...]:
         """The peer memory of this rank that calls write."""
         return (*self._first.ranges, *self._then.ranges)
-
-    def holds(self, address: int) -> bool:
-        """Return whether ``address`` lies in peer memory that calls write."""
-        return self._first.holds(address) or self._then.holds(address)
 
     def one(self, address: int, stream: int) -> None:
         """Launch both on the raw ``stream`` for the addends at an aligned ``address``."""

@@ -67,10 +67,6 @@ class PushLaunch(Generic[Widths]):
         """None: it is one kernel."""
         return 0
 
-    def holds(self, address: int) -> bool:
-        """Return whether ``address`` lies in peer memory that calls write."""
-        return self._job.channel.holds(address)
-
     def one(self, address: int, stream: int) -> None:
         """Launch on the raw ``stream`` for the only input, at an aligned ``address``."""
         channel, (form, both) = self._job.channel, self._usual
@@ -206,10 +202,6 @@ class PullLaunch:
     def records(self) -> int:
         """None: it is one kernel."""
         return 0
-
-    def holds(self, address: int) -> bool:  # noqa: ARG002 - as the other launches have it
-        """Return False: a call writes no peer memory."""
-        return False
 
     def one(self, address: int, stream: int) -> None:  # noqa: ARG002 - the addends lie where they lie
         """Launch on the raw ``stream``."""
