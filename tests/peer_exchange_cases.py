@@ -469,6 +469,8 @@ def one_rank_gives_up(rank: int, grid: Grid, transport: str) -> GivenUp:
     with suppress(RankMismatchError), over_peers(rank, grid, transport=transport) as exchange:
         local = torch.ones(2, H, device=exchange.device)
         exchange.gather(local, plan)
+        # Else the flag of the first call may be gone before it is looked at.
+        exchange.groups.control.texts("both have the first")
         start = time.monotonic()
         try:
             if rank == 1:
@@ -496,6 +498,7 @@ def one_of_three_gives_up(rank: int, grid: Grid) -> GivenUp:
         )
         local = torch.ones(2, H, device=first.device)
         second.gather(local, plan)
+        first.groups.control.texts("all have the first")
         start = time.monotonic()
         try:
             if rank == 1:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_dp.control import Op
 from rocm_dp.errors import TransportRefusedError
 from rocm_dp.memory import links
 from rocm_dp.platform import environment
 from rocm_dp.transports.all_gather import AllGather
+from rocm_dp.transports.votes import vote
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,6 @@ MAX_BYTES = 64 << 20  # of the global buffer
 ALIGN = 16  # bytes that a rank's share is a multiple of
 _HOMES = ("aiter.dist.device_communicators.custom_all_reduce", "aiter.dist.custom_all_reduce")
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_FINE = "fine"
 
 
 class Aiter(AllGather):
@@ -130,7 +129,7 @@ def connect(groups: Groups, device: torch.device) -> tuple[Any, str]:
             reason = step()
         except Exception as error:  # whatever it is, it must not be met in service
             reason = f"{type(error).__name__}: {error}"
-        if told := _vote(groups, reason):
+        if told := vote(groups, reason):
             return None, told
     return made[0], ""
 
@@ -155,7 +154,7 @@ def replay_refusal(
         result.view(torch.uint8).fill_(0xFF)
         replay()
         right = torch.equal(result.view(torch.uint8), wanted.view(torch.uint8))
-        if told := _vote(groups, "" if right else f"replay {turn} differs from the call with a copy"):
+        if told := vote(groups, "" if right else f"replay {turn} differs from the call with a copy"):
             return told
     return ""
 
@@ -223,14 +222,3 @@ def _words(rows: torch.Tensor) -> torch.Tensor:
     """Return the memory of contiguous ``rows`` as float32 [n]: gathers move bits, and aiter knows floats."""
     data = rows.view(torch.uint8).view(-1)
     return (data if data.storage_offset() % 4 == 0 else data.clone()).view(torch.float32)
-
-
-def _vote(groups: Groups, reason: str) -> str:
-    """Return every rank's reason against; empty when no rank has one."""
-    votes = groups.control.call(Op.QUALIFY, {"refused": bool(reason)})
-    if not any(vote["refused"] for vote in votes):
-        return ""
-    said = {rank: text for rank, text in enumerate(groups.control.texts(reason or _FINE)) if text != _FINE}
-    if len(set(said.values())) == 1 and len(said) == groups.layout.world_size:
-        return reason
-    return "; ".join(f"rank {rank}: {text}" for rank, text in said.items())
