@@ -1,7 +1,8 @@
 """What is left to kernels when copy engines move the rows: make room, meet the peers, add up.
 
-How the ranks meet, and the terms used, stand in ``peer_triton``. A call is: ``open_slot``, the copies, ``meet``,
-and for a combine ``sum_rows``, one after the other on a stream. While it waits for the peers it holds one wave.
+How the ranks meet, and the terms used, stand in ``peer_triton``. A call is: ``open_slot`` once graphs are replayed,
+the copies, ``meet``, and for a combine ``sum_rows``, one after the other on a stream. While it waits for the peers
+it holds one wave.
 """
 
 import triton

@@ -137,6 +137,11 @@ class Dispatcher:
             shown = {"verb": verb, "transport": transport, "digest": plan}
             self._groups.control.call_equal(op, fields, shown=shown)
 
+    def note_capture(self) -> None:
+        """Take it that from here on graphs are replayed between calls."""
+        if self._channels is not None:
+            self._channels.captured = True
+
     def quick(self, call: Call[T], *, overlap: bool) -> Callable[[torch.Tensor], Any] | None:
         """Return a short way to make ``call`` again, with ``overlap`` on the comm stream; None: there is none."""
         watched = self._options.confirm_calls or self._options.poison

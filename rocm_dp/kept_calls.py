@@ -141,6 +141,8 @@ class KeptCalls:
             return call
         self._dispatch.check_plan(asked.plan)
         admit()
+        if use.graph:
+            self._dispatch.note_capture()
         name = self._dispatch.route(asked.plan, use)
         self._dispatch.confirm(asked.op, (asked.verb, asked.batch), asked.plan, name, partial=asked.partial)
         if call is None or call.stale:

@@ -17,6 +17,7 @@ from exchange_cases import MANY, Grid, H, an_exchange, any_bits, numbers
 from peer_kernel_cases import a_device
 from rocm_dp.kernels import copied_triton, pull_triton
 from rocm_dp.kernels import peer as kernels
+from rocm_dp.kernels.launch import Prepared
 from rocm_dp.kernels.peer_triton import buffer_of
 
 from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan, reference
@@ -35,6 +36,8 @@ from rocm_dp.memory.channels import Channels
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
+
+    from rocm_dp.kernels.driver import Arguments
 
 
 CAPACITY = 20
@@ -438,6 +441,26 @@ def copies_and_kernels(rank: int, grid: Grid, steps: int) -> tuple[int, dict[str
             wrong += not reference.same_bits(exchange.combine_async(own, plan).wait().cpu(), pushed.cpu())
             wrong += reference.sum_error(pushed.cpu(), [p[reference.scatter_range(plan, dp)] for p in partials]) > 1
         return wrong, dict(exchange.stats().calls)
+
+
+def kernels_of_a_copied_gather(rank: int, grid: Grid) -> tuple[list[str], list[str]]:
+    """The kernels that a gather by copies launches, before and after the exchange met a capture."""
+    plan, launched = TokenPlan((2, 2), PaddingMode.SUM_LEN), list[str]()
+    with over_peers(rank, grid, transport="copy_engine") as exchange:
+        local = torch.ones(2, H, device=exchange.device)
+        exchange.gather(local, plan)
+        honest = Prepared.__call__
+
+        def noted(self: Prepared, blocks: int, stream: int, arguments: Arguments) -> None:
+            launched.append(self._interpreted.fn.__name__)  # type: ignore[union-attr]
+            honest(self, blocks, stream, arguments)
+
+        with patch.object(Prepared, "__call__", noted):
+            exchange.gather(local, plan)
+            before = list(launched)
+            exchange._dispatch.note_capture()
+            exchange.gather(local, plan)
+        return before, launched[len(before) :]
 
 
 def copies_of_a_late_rank(rank: int, grid: Grid, steps: int, meeting: str) -> int:

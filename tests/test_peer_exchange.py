@@ -94,6 +94,12 @@ def test_copies_and_kernels_take_turns_on_one_channel_and_give_the_same_bits(
         assert calls == {f"{name}.{verb}": 4 for name in ("peer", "copy_engine") for verb in ("gather", "combine")}
 
 
+def test_a_slot_is_opened_ahead_of_copies_once_graphs_may_be_replayed_between_calls(interpreted: Ranks) -> None:
+    for before, after in interpreted(2).run(cases.kernels_of_a_copied_gather, PAIR):
+        assert before == ["meet"]
+        assert after == ["open_slot", "meet"]
+
+
 def test_without_the_wait_behind_the_copies_results_are_wrong(interpreted: Ranks) -> None:
     assert interpreted(2).run(cases.copies_of_a_late_rank, PAIR, 2, "waits") == [0, 0]
     assert sum(interpreted(2).run(cases.copies_of_a_late_rank, PAIR, 2, "goes on")) > 0

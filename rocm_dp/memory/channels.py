@@ -76,6 +76,7 @@ class Channels:
         self._pads = PeerBuffer(pad_bytes, groups=groups, device=device, uncached=True, kind=kind)
         self._made: dict[tuple[str, int], Channel] = {}
         self.buffers_made = self.growths = 0
+        self.captured = False  # since a graph has calls on a channel, turns of the slots need not add up
         try:
             with torch.inference_mode(mode=False):
                 self._table = torch.zeros(

@@ -80,6 +80,7 @@ class CopyLaunch:
     def repeat_slot(self) -> None:
         """Make the next call use the slot of the last one, as the replay of a graph may."""
         self._job.channel.slot ^= 1
+        self._job.channels.captured = True
 
     def one(self, address: int, stream: int) -> None:
         """Launch on the raw ``stream`` for the only input."""
@@ -89,7 +90,8 @@ class CopyLaunch:
         """Launch on the raw ``stream`` for inputs at ``addresses``."""
         channel, (copier, lanes, opens, meets) = self._job.channel, self._engine
         slot = channel.slot ^ 1
-        opens(1, stream, self._open[slot])
+        if self._job.channels.captured:
+            opens(1, stream, self._open[slot])
         streams = lanes.fork(stream)
         for turn, copies in enumerate(self._copies[slot]):
             for field, offset, to, nbytes in copies:
