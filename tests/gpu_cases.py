@@ -310,8 +310,12 @@ def spread_copies(rank: int, grid: Grid, steps: int) -> int:
     return wrong
 
 
-def transports_in_a_graph(rank: int, grid: Grid, path: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Eager calls, then the same in a capture, by a table that has other transports for graphs: what was called."""
+def transports_in_a_graph(rank: int, grid: Grid, path: str, where: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Eager calls, then the same in a capture, by a table that has other transports for graphs: what was called.
+
+    ``where``: the capture is on torch's stream for captures, or on the "same" stream as the eager calls.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     layout, plan = grid.layout(rank), TokenPlan((4, 4), PaddingMode.SUM_LEN)
     with (
         Groups.create(layout) as groups,
@@ -332,12 +336,13 @@ def transports_in_a_graph(rank: int, grid: Grid, path: str) -> tuple[dict[str, i
             exchange.gather(local, plan)
             exchange.gather_async(local, plan).wait()
 
-        for _ in range(3):
-            calls()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                calls()
         torch.cuda.synchronize()
         eager = dict(exchange.stats().calls)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream if where == "same" else None):
             calls()
         graph.replay()
         torch.cuda.synchronize()

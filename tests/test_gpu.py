@@ -113,11 +113,12 @@ def test_copies_and_kernels_take_turns_on_one_channel_and_give_the_same_bits(pai
         assert set(calls.values()) == {100}
 
 
-def test_a_capture_goes_by_what_was_measured_in_graphs(pair: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["same", "another"])
+def test_a_capture_goes_by_what_was_measured_in_graphs(pair: RankPool, tmp_path: Path, where: str) -> None:
     eager = (("peer", False, 1.0), ("copy_engine", False, 2.0), ("peer", True, 1.0), ("copy_engine", True, 2.0))
     graph = tuple((name, overlapped, 3.0 - us) for name, overlapped, us in eager)
     save(MeasuredTable((Measured(False, 8, 1.0, eager), Measured(True, 8, 1.0, graph))), tmp_path / "table.json")
-    for before, captured in pair.run(cases.transports_in_a_graph, PAIR, str(tmp_path / "table.json")):
+    for before, captured in pair.run(cases.transports_in_a_graph, PAIR, str(tmp_path / "table.json"), where):
         assert before == {"peer.gather": 6}
         assert captured == {"peer.gather": 0, "copy_engine.gather": 2}
 
