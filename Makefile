@@ -51,11 +51,12 @@ build: venv ## wheel and sdist in dist/
 image: ## build the image with ENGINE (docker or podman)
 	$(ENGINE) build --file docker/Dockerfile $(if $(BASE_IMAGE),--build-arg BASE_IMAGE=$(BASE_IMAGE)) --tag $(IMAGE) .
 
-image-try: image ## run what needs no GPU in it: info, the doctor's look at its packages, a short demo
+image-try: image ## run what needs no GPU in it: info, the doctor's look at its packages, a short demo, a soak
 	$(ENGINE) run --rm --shm-size=2g $(IMAGE) info --ranks 2
 	$(ENGINE) run --rm $(IMAGE) doctor --only 'cuda packages' --only triton --only init
 	$(ENGINE) run --rm --shm-size=2g $(IMAGE) demo --ranks 2 --steps 10
 	$(ENGINE) run --rm --shm-size=2g $(IMAGE) validate --ranks 2 --transport all_gather_v
+	$(ENGINE) run --rm --shm-size=2g $(IMAGE) soak --ranks 2 --self-test --clean-runs 1
 
 image-test: venv ## build the image on a stand-in base and run it, as root, with buildah and debootstrap alone
 	$(RUN) pytest -m image tests/test_image.py $(ARGS)

@@ -7,8 +7,8 @@ else is seen at once: its packet carries another operation.
 from __future__ import annotations
 
 import re
+import threading
 import time
-from contextlib import suppress
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +19,22 @@ from rocm_dp.errors import ClosedError, ConfigError, RankMismatchError
 from rocm_dp.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 WORDS = 16  # int64 words of a packet: version, operation, then up to 14 fields
 _TEXT = 512  # bytes of what a person reads in place of a hash, when ranks disagree
-_VERSION = int("".join(f"{int(part):03}" for part in re.findall(r"\d+", __version__)[:3]))  # 0.1.0 is 1000
+_PART = 1000  # a version's parts as digits of one word: 0.1.0 is 1000
 _GRACE_S = 2.0  # after a failure: how long to wait for what the other ranks say of it
+_STORE_S = 1.0  # how much longer the store may take to answer
+
+
+def version_word(version: str) -> int:
+    """Return the first three numbers of a version in one word."""
+    major, minor, patch = map(int, [*re.findall(r"\d+", version), 0, 0][:3])
+    return (major * _PART + minor) * _PART + patch
+
+
+_VERSION = version_word(__version__)
 
 
 class Op(IntEnum):
@@ -78,7 +88,7 @@ class Control:
         doing = f"{op.name.lower()}({', '.join(f'{name}={value}' for name, value in fields.items())})"
         self._gather(list(self._all.unbind()), self._mine, doing)
         rows: list[list[int]] = self._all.tolist()
-        check_same("the version of rocm_dp (0.1.0 is 1000)", {rank: row[0] for rank, row in enumerate(rows)})
+        check_same("the version of rocm_dp", {rank: _version(row[0]) for rank, row in enumerate(rows)})
         check_same("the call", {rank: _op_name(row[1]) for rank, row in enumerate(rows)})
         return [dict(zip(fields, row[2:], strict=False)) for row in rows]
 
@@ -101,14 +111,15 @@ class Control:
         """Return the error for a collective that failed or timed out, with what every rank was doing.
 
         Each rank that failed leaves a line in the group's store and reads those of the others for a short
-        while; a rank that left none is still elsewhere, or gone.
+        while; a rank that left none is still elsewhere, or gone, or cut off from the store.
         """
         said: dict[int, object] = dict.fromkeys(range(self._size), "no answer: still elsewhere, or gone")
         said[self._rank] = doing
-        try:
-            said.update(_share_lines(self._group, self._rank, self._size, doing))
-        except (RuntimeError, AttributeError, KeyError) as error:
-            doing += f" (the store is gone too: {type(error).__name__})"
+        found: dict[int, str] = {}
+        wrong = _bounded(lambda: _share_lines(self._group, self._rank, self._size, doing, found))
+        said.update(found.copy())
+        if wrong:
+            doing += f" (the store is gone too: {wrong})"
         lines = "; ".join(f"rank {rank}: {line}" for rank, line in said.items())
         self.failure = f"a collective failed or timed out in {doing}"
         return RankMismatchError(f"{self.failure}; {lines}", said)
@@ -134,8 +145,7 @@ class Control:
         if self.failure:
             return
         self.failure = why
-        with suppress(RuntimeError, AttributeError, KeyError):
-            _say(self._group, self._rank, why)
+        _bounded(lambda: _say(self._group, self._rank, why))
 
     def check_usable(self) -> None:
         """Raise ClosedError after a rank was lost: whoever noticed, nobody on these groups should wait again."""
@@ -169,6 +179,31 @@ def _op_name(word: int) -> str:
     return Op(word).name.lower() if word in Op._value2member_map_ else f"unknown operation {word}"
 
 
+def _version(word: int) -> str:
+    return f"{word // _PART**2}.{word // _PART % _PART}.{word % _PART}"
+
+
+def _bounded(talk: Callable[[], object]) -> str:
+    """Talk to a store for a bounded time; return what went wrong, or "".
+
+    The store may be on a host that is cut off: torch then waits for its answer without a bound, in a thread that is
+    left behind.
+    """
+    wrong = ["no answer"]
+
+    def run() -> None:
+        try:
+            talk()
+            wrong[0] = ""
+        except (RuntimeError, AttributeError, KeyError) as error:
+            wrong[0] = type(error).__name__
+
+    thread = threading.Thread(target=run, name="rocm_dp-last-words", daemon=True)
+    thread.start()
+    thread.join(_GRACE_S + _STORE_S)
+    return wrong[0]
+
+
 def _say(group: dist.ProcessGroup, rank: int, line: str) -> Any:
     """Leave a rank's ``line`` in the store of ``group``, and return that."""
     store = dist.distributed_c10d._get_process_group_store(group)
@@ -176,10 +211,11 @@ def _say(group: dist.ProcessGroup, rank: int, line: str) -> Any:
     return store
 
 
-def _share_lines(group: dist.ProcessGroup, rank: int, size: int, line: str) -> dict[int, str]:
+def _share_lines(group: dist.ProcessGroup, rank: int, size: int, line: str, found: dict[int, str]) -> None:
+    """Leave a ``line`` for the others, and put those of all ranks into ``found`` as they come."""
     # The group itself is broken by now; its store is what is left to talk over.
     store = _say(group, rank, line)
-    missing, found = set(range(size)), {}
+    missing = set(range(size))
     deadline = time.monotonic() + _GRACE_S
     while missing and time.monotonic() < deadline:
         for other in sorted(missing):
@@ -187,4 +223,3 @@ def _share_lines(group: dist.ProcessGroup, rank: int, size: int, line: str) -> d
                 found[other] = store.get(f"rocm_dp/lost/{other}").decode()
                 missing.discard(other)
         time.sleep(0.02)
-    return found

@@ -44,6 +44,11 @@ def environment() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_TELLING)}
 
 
+def meeting_place() -> str:
+    """Return where the ranks of torchrun meet, as they were told: ``MASTER_ADDR:MASTER_PORT``."""
+    return ":".join(os.environ.get(name) or f"<no {name}>" for name in ("MASTER_ADDR", "MASTER_PORT"))
+
+
 def cache_folder() -> Path:
     """Return the folder for what was found out about this machine: below XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rocm_dp"

@@ -124,6 +124,7 @@ def test_the_torch_of_the_base_is_still_there(store: Store, container: str) -> N
         ("doctor --only gpus --only devices", "0 checks"),
         ("demo --ranks 2 --steps 5", "PASSED"),
         ("validate --ranks 2 --transport all_gather_v --json /reports/validate.json", "PASSED"),
+        ("soak --ranks 2 --self-test --clean-runs 1", "0 false alarms in 1 clean runs, 0 of"),
     ],
 )
 def test_the_commands_run_in_it_under_its_init(store: Store, container: str, command: str, says: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from rocm_dp.control import Op
@@ -29,12 +30,16 @@ def refusal(groups: Groups, device: torch.device) -> str:
         failed = f"{type(error).__name__}: {error}"
     rows = groups.control.call(Op.LINKS, {"host": host_id(), "device": address})
     own = groups.layout.rank
+    apart = len({row["host"] for row in rows}) > 1
+    # Every rank sees that, so all of them come here.
+    names = groups.control.texts(gethostname()) if apart else []
     if failed:
         return failed
     for rank, row in enumerate(rows):
         if row["host"] != rows[own]["host"]:
             return (
-                f"rank {rank} is on another host, or in a container that does not share the ipc and pid namespaces"
+                f"rank {rank} is on another host ({names[rank]}), "
+                "or in a container that does not share the ipc and pid namespaces"
             )
         if device.type == "cuda" and row["device"] != address:
             try:

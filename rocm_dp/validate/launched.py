@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from rocm_dp.errors import RankMismatchError
+from rocm_dp.platform import meeting_place
 from rocm_dp.validate.rank import RankResult
 
 if TYPE_CHECKING:
@@ -19,13 +21,20 @@ if TYPE_CHECKING:
 
 @contextmanager
 def joined(timeout: float) -> Iterator[torch.device]:
-    """Join the ranks that torchrun started, one GPU each where each has one; give this rank's device."""
+    """Join the ranks that torchrun started, one GPU each where each has one; give this rank's device.
+
+    Raises RankMismatchError when not all of them have met within ``timeout`` seconds; torch takes up to twice that.
+    """
     gpus, local = torch.cuda.device_count(), dist.get_node_local_rank(fallback_rank=0)
     device = torch.device("cuda", local) if local < gpus else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        text = f"the ranks did not all meet at {meeting_place()} (timeout {timeout:g} s): {error}"
+        raise RankMismatchError(text) from error
     try:
         yield device
     finally:
