@@ -43,8 +43,8 @@ def demo(*args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
         ["--dp", "2"],
         ["--ranks", "4", "--dp", "2", "--dtype", "float32", "--routing", "least_loaded"],
         ["--dp", "1", "--cp", "2", "--no-overlap", "--transport", "all_reduce"],
-        ["--dp", "2", "--transport", "all_reduce"],
-        ["--dp", "2", "--transport", "all_gather"],
+        pytest.param(["--dp", "2", "--transport", "all_reduce"], marks=pytest.mark.soak),
+        pytest.param(["--dp", "2", "--transport", "all_gather"], marks=pytest.mark.soak),
     ],
     ids=["dp2", "dp2-tp2", "cp2-serial-all_reduce", "all_reduce", "all_gather"],
 )

@@ -105,7 +105,7 @@ def test_without_the_wait_behind_the_copies_results_are_wrong(interpreted: Ranks
     assert sum(interpreted(2).run(cases.copies_of_a_late_rank, PAIR, 2, "goes on")) > 0
 
 
-@pytest.mark.parametrize("transport", ["peer", "copy_engine"])
+@pytest.mark.parametrize("transport", ["peer", pytest.param("copy_engine", marks=pytest.mark.soak)])
 def test_a_rank_that_gives_up_lets_nobody_wait(interpreted: Ranks, transport: str) -> None:
     first, other = interpreted(2).run(cases.one_rank_gives_up, PAIR, transport)
     assert first.spoilt
