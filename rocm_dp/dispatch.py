@@ -194,7 +194,7 @@ class Dispatcher:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Set the flags of every exchange on these groups, once, so that no peer waits for this rank any more."""
+        """Set the flags of every exchange on these groups, so that no peer waits for this rank any more."""
         if self.slots.capturing:
             # What is captured does not run: close() does it.
             return

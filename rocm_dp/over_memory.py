@@ -80,9 +80,10 @@ def open_memory(
     fit = [name for name in routing.OVER_MEMORY if name in facts.qualified]
     if not fit:
         return None, OverMemory()
+    copier = copier_for(device)
     channels = Channels(groups, device, timeout=options.timeout, kind=options.peer_memory)
     reserve = None if most[0] is None or most[1] is None else Room(most[0], most[1])
     places = Places(groups.layout, channels, reserve=reserve)
     peer = PeerTransport(places)
-    copy_engine = CopyEngineTransport(places, peer, copier_for(device), lanes)
+    copy_engine = CopyEngineTransport(places, peer, copier, lanes)
     return channels, OverMemory(peer if "peer" in fit else None, copy_engine if "copy_engine" in fit else None)

@@ -65,11 +65,11 @@ def agreed_table(
             data = _read(path, optional=where == MINE)
         except Exception as error:  # whatever it is, the other ranks wait to hear of it
             wrong = f"{where if where != MINE else 'the table of this machine'}: {error}"
+    # Nobody asked for that of the machine: what can't be read is not there.
+    text = groups.control.from_rank_0(data, wrong if where != MINE else "")
     if wrong and where == MINE:
-        # Nobody asked for it: what can't be read is not there.
+        # Told last: where warnings are errors, this rank alone raises.
         warnings.warn(f"{wrong}; going by built-in rules", stacklevel=2)
-        wrong = ""
-    text = groups.control.from_rank_0(data, wrong)
     return MeasuredTable.from_json(text.decode()) if text else MeasuredTable()
 
 

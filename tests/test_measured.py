@@ -99,6 +99,13 @@ def test_all_ranks_go_by_the_table_that_rank_0_found(ranks: Ranks, tmp_path: Pat
         assert found == ("all_gather_v", "measured: 1.0 us a layer")
 
 
+def test_a_table_of_this_machine_that_is_none_is_warned_of_and_stops_nobody(ranks: Ranks, tmp_path: Path) -> None:
+    (told, first), (silent, second) = ranks(2).run(cases.table_of_this_machine_is_broken, Grid(2, 2), str(tmp_path))
+    assert "the table of this machine: not a measured table: " in told
+    assert silent == ""
+    assert first == second == "all_gather"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [("{}", "not a measured table"), (" " * (2**20 + 1), "at most 1048576 bytes"), ("", "No such")],

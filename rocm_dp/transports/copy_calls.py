@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from rocm_dp.kernels import peer as kernels
 from rocm_dp.kernels.driver import Arguments
+from rocm_dp.transports.launch import TwoSlots
 from rocm_dp.transports.places import gaps_of, rounded, share_of
 
 if TYPE_CHECKING:
@@ -40,8 +42,8 @@ class Copy(NamedTuple):
     nbytes: int
 
 
-class CopyLaunch:
-    """A call whose copies for each slot are ``copies``: to peers in turn, and last what stays on this rank."""
+class CopyLaunch(TwoSlots, ABC):
+    """A call by copies: to the peers in turn, and last what stays on this rank."""
 
     def __init__(
         self,
@@ -50,8 +52,8 @@ class CopyLaunch:
         engine: Engine,
         numbers: Callable[[int], list[int]],
     ) -> None:
-        self._job, self.results, self._engine = job, results, engine
-        self._memory = job.channel.buffer
+        super().__init__(job, results)
+        self._engine = engine
         party, looks = job.party, job.channels.looks
         head = (job.channels.table, job.channel.place, party.first, party.rank)
         self._open = tuple(Arguments((*head, slot, looks)) for slot in range(2))
@@ -61,26 +63,6 @@ class CopyLaunch:
         moved = sum(map(len, self._copies[0])) + len(self._own[0])
         # On AMD each copy holds a signal until it is done, as a record does.
         self.records = engine.lanes.records + (moved if _HIP else 0)
-
-    @property
-    def stale(self) -> bool:
-        """Whether the channel's memory was outgrown since."""
-        return self._job.channel.buffer is not self._memory
-
-    @property
-    def next_slot(self) -> int:
-        """The slot that the next call uses."""
-        return self._job.channel.slot ^ 1
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The peer memory of this rank that calls write."""
-        return (self._job.channel.range,)
-
-    def repeat_slot(self) -> None:
-        """Make the next call use the slot of the last one, as the replay of a graph may."""
-        self._job.channel.slot ^= 1
-        self._job.channels.captured = True
 
     def one(self, address: int, stream: int) -> None:
         """Launch on the raw ``stream`` for the only input."""
@@ -113,10 +95,12 @@ class CopyLaunch:
         return [[copy for copy in self._copies_of(peer, slot) if copy.nbytes] for peer in turns]
 
     def _own_copies(self, _: int) -> list[Copy]:
+        """Return the copies that stay on this rank: none, unless it keeps rows of its own."""
         return []
 
+    @abstractmethod
     def _copies_of(self, peer: int, slot: int) -> list[Copy]:
-        raise NotImplementedError
+        """Return the copies for one rank."""
 
 
 class CopyGather(CopyLaunch):

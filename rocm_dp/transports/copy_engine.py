@@ -7,7 +7,6 @@ as over ``peer``. The channels and their two slots are those of ``peer``: calls 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from rocm_dp.kernels import peer as kernels
@@ -63,10 +62,8 @@ class CopyEngineTransport:
         sums = CopyCombine(job, out, self._engine(party, ()), form, stage_rows=stage_rows, out_rows=behind)
         if self._alone:
             return sums
-        own, reserve = replace(rows, rows=out.shape[0]), places.reserve
-        room = (rows.most, reserve.local_rows if reserve else None)
-        shares, field = (f"{key[0]} shares", key[1]), (out.shape[1], dtype)
-        return Chain(sums, out, self._gather(shares, own, [field], party=places.copies, room=room))
+        shares, own, fields, room = places.shares(key, rows, out)
+        return Chain(sums, out, self._gather(shares, own, fields, party=places.copies, room=room))
 
     def _gather(
         self,

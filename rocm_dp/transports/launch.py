@@ -72,6 +72,35 @@ class Job(NamedTuple):
         return [*head, party.first, party.rank, slot, self.rows.rows, self.rows.most, self.channels.looks]
 
 
+class TwoSlots:
+    """What launches have in common that use the two slots of their job's channel by turns; ``results`` by slot."""
+
+    __slots__ = ("_job", "_memory", "results")
+
+    def __init__(self, job: Job, results: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+        self._job, self._memory, self.results = job, job.channel.buffer, results
+
+    @property
+    def stale(self) -> bool:
+        """Whether the channel's memory was outgrown since."""
+        return self._job.channel.buffer is not self._memory
+
+    @property
+    def next_slot(self) -> int:
+        """The slot that the next call uses."""
+        return self._job.channel.slot ^ 1
+
+    @property
+    def ranges(self) -> tuple[tuple[int, int], ...]:
+        """The peer memory of this rank that calls write."""
+        return (self._job.channel.range,)
+
+    def repeat_slot(self) -> None:
+        """Make the next call use the slot of the last one, as the replay of a graph may."""
+        self._job.channel.slot ^= 1
+        self._job.channels.captured = True
+
+
 class Chain:
     """A launch that leaves its result in ``between`` [L, H], and a gather that takes it from there."""
 

@@ -6,7 +6,6 @@ each moves or sums a share of the rows, and a second launch within the dp rank b
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -80,11 +79,8 @@ class PeerTransport:
 
     def _shared(self, key: Key, rows: kernels.Rows, sums: Launch, out: torch.Tensor) -> Chain:
         """Return ``sums``, which leaves a share of the rows in ``out``, and the gather of all the shares."""
-        own, reserve = replace(rows, rows=out.shape[0]), self._places.reserve
-        # The own rows differ from rank to rank, room for them must not.
-        room = (rows.most, reserve.local_rows if reserve else None)
-        shares, field = (f"{key[0]} shares", key[1]), (out.shape[1], out.dtype)
-        return Chain(sums, out, self._gather(shares, own, [field], party=self._places.copies, room=room))
+        shares, own, fields, room = self._places.shares(key, rows, out)
+        return Chain(sums, out, self._gather(shares, own, fields, party=self._places.copies, room=room))
 
     def _gather(
         self,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from rocm_dp.kernels import peer as kernels
 from rocm_dp.kernels.driver import Arguments
+from rocm_dp.transports.launch import TwoSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -27,13 +29,13 @@ class Settled(NamedTuple):
     arguments: tuple[Arguments, Arguments]
 
 
-class PushLaunch(Generic[Widths]):
-    """What pushes into the two slots of a job's channel by turns; ``form`` compiles it for widths of access.
+class PushLaunch(TwoSlots, ABC, Generic[Widths]):
+    """A kernel that pushes; ``form`` compiles it for widths of access, ``usual`` are those of aligned inputs.
 
-    ``results``: what a call fills, by slot; ``usual``: the widths for aligned inputs, which most are.
+    ``results``: what a call fills, by slot.
     """
 
-    __slots__ = ("_form", "_job", "_memory", "_settled", "_usual", "results")
+    __slots__ = ("_form", "_settled", "_usual")
 
     def __init__(
         self,
@@ -42,25 +44,10 @@ class PushLaunch(Generic[Widths]):
         form: Callable[[Widths], Prepared],
         usual: Widths,
     ) -> None:
-        self._job, self._memory, self.results = job, job.channel.buffer, results
+        super().__init__(job, results)
         self._form: Callable[[Widths], Prepared] = form
         self._settled: dict[Widths, Settled] = {}
         self._usual = self._for(usual)
-
-    @property
-    def stale(self) -> bool:
-        """Whether the channel's memory was outgrown since."""
-        return self._job.channel.buffer is not self._memory
-
-    @property
-    def next_slot(self) -> int:
-        """The slot that the next call uses."""
-        return self._job.channel.slot ^ 1
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The peer memory of this rank that calls write."""
-        return (self._job.channel.range,)
 
     @property
     def records(self) -> int:
@@ -92,8 +79,9 @@ class PushLaunch(Generic[Widths]):
             self._settled[widths] = Settled(self._form(widths), both)
         return self._settled[widths]
 
+    @abstractmethod
     def _numbers(self, slot: int, widths: Widths) -> list[int]:
-        raise NotImplementedError
+        """Return the numbers of a launch into ``slot``, the addresses of its inputs left open."""
 
 
 class GatherLaunch(PushLaunch["tuple[int, ...]"]):
@@ -109,10 +97,6 @@ class GatherLaunch(PushLaunch["tuple[int, ...]"]):
             return [job.channel.view(slot, one.offset, job.rows.rows, one.width, one.dtype) for one in self._fields]
 
         super().__init__(job, (views(0), views(1)), form, self._widths)
-
-    def repeat_slot(self) -> None:
-        """Make the next call use the slot of the last one, as the replay of a graph may."""
-        self._job.channel.slot ^= 1
 
     def __call__(self, addresses: Sequence[int], stream: int) -> None:
         """Launch on the raw ``stream`` for the local rows at ``addresses``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from rocm_dp.errors import CapacityError
@@ -71,6 +72,14 @@ class Places:
             most = -(-self.reserve.local_rows // party.replicas)
             reserved = party.size * rounded(most * row_bytes)
         return self.channels.get(key, party.size * rounded(stage_rows * row_bytes), reserve=reserved), stage_rows
+
+    def shares(
+        self, key: Key, rows: kernels.Rows, out: torch.Tensor
+    ) -> tuple[Key, kernels.Rows, list[tuple[int, torch.dtype]], tuple[int, int | None]]:
+        """Return key, rows, fields and room of the gather, by the ``copies``, of the shares in ``out`` [L, H]."""
+        # The own rows differ from rank to rank, room for them must not.
+        room = (rows.most, self.reserve.local_rows if self.reserve else None)
+        return (f"{key[0]} shares", key[1]), replace(rows, rows=out.shape[0]), [(out.shape[1], out.dtype)], room
 
     def input(self, key: Key, rows: kernels.Rows, row_bytes: int) -> Channel:
         """Return the channel whose memory experts write to, and a pulled combine reads."""
