@@ -24,6 +24,13 @@ class DeviceEvent(InlineEvent):
 
     def __init__(self) -> None:
         self.passed = False
+        self.calls: list[str] = []
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:  # noqa: ARG002 - the protocol
+        self.calls.append("record")
+
+    def wait(self, stream: torch.cuda.Stream | None = None) -> None:  # noqa: ARG002
+        self.calls.append("wait")
 
     def query(self) -> bool:
         return self.passed
@@ -34,11 +41,11 @@ def make_pool(*, cap: int = 64) -> tuple[SlotPool, EventPool]:
     return SlotPool(torch.device("cpu"), events), events
 
 
-def done_of(pool: SlotPool, verb: str) -> DeviceEvent:
-    """The done event of the slot (verb, 0), taken as if for a call of no rows."""
-    done = pool.take(verb, 0, 0).done
-    assert isinstance(done, DeviceEvent)
-    return done
+def guard_of(events: EventPool) -> DeviceEvent:
+    """The event behind which buffers that were outgrown may go."""
+    [guard] = [event for event, owner in events._holders.values() if owner == "buffers outgrown"]
+    assert isinstance(guard, DeviceEvent)
+    return guard
 
 
 @ANY
@@ -198,44 +205,45 @@ def test_slowly_rising_sizes_grow_a_buffer_a_few_times_only() -> None:
     assert pool.take("gather", 0, 0).buffer.numel() < 2 * 10_000
 
 
-def test_an_outgrown_buffer_is_kept_until_its_done_event_has_passed() -> None:
+def test_outgrown_buffers_are_kept_until_the_device_has_come_to_the_last_growth() -> None:
     pool, events = make_pool()
     old = weakref.ref(pool.take("gather", 0, 100).buffer)
-    done = done_of(pool, "gather")
     pool.take("gather", 0, 1000)
     pool.take("gather", 0, 10_000)
     gc.collect()
     assert old() is not None
     assert pool.nbytes == 100 + 1000 + 10_000
-    held = events.held
-    done.passed = True
+    guard_of(events).passed = True
     pool.take("gather", 0, 100_000)
     gc.collect()
     assert old() is None
-    assert pool.nbytes == 1000 + 10_000 + 100_000
-    # The growth took one event and gave back that of the buffer let go.
-    assert events.held == held
+    assert pool.nbytes == 10_000 + 100_000
 
 
-def test_a_grown_slot_has_a_new_done_event_while_the_old_one_guards_the_old_buffer() -> None:
-    pool, events = make_pool()
-    slot = pool.take("gather", 0, 100)
-    ready, done = slot.ready, slot.done
-    pool.take("gather", 0, 1000)
-    assert slot.ready is ready
-    assert slot.done is not done
-    assert events.held == 3
-
-
-def test_the_event_of_a_buffer_let_go_is_used_again() -> None:
+def test_a_later_growth_is_ordered_after_the_earlier_ones_on_whatever_stream_they_were() -> None:
     pool, events = make_pool()
     pool.take("gather", 0, 1)
+    pool.take("gather", 0, 10)
+    assert guard_of(events).calls == ["record"]
+    pool.take("gather", 0, 100)
+    assert guard_of(events).calls == ["record", "wait", "record"]
+    guard_of(events).passed = True
+    pool.take("gather", 0, 1000)
+    assert guard_of(events).calls == ["record", "wait", "record", "record"]
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_growths_take_one_event_in_all_whether_or_not_the_device_keeps_up(*, passed: bool) -> None:
+    pool, events = make_pool()
+    slots = [pool.take(verb, 0, 1) for verb in ("gather", "combine")]
+    before = [(slot.ready, slot.done) for slot in slots]
     for growth in range(12):
-        done_of(pool, "gather").passed = True
-        pool.take("gather", 0, 2 * 2**growth)
-    assert (pool.growths, pool.buffers_made) == (12, 13)
-    # ready, done, that of the last buffer outgrown, and one while a growth changes hands.
-    assert events.made <= 4
+        for verb in ("gather", "combine"):
+            pool.take(verb, 0, 2 * 2**growth)
+            guard_of(events).passed = passed
+            assert (events.held, events.made) == (5, 5)
+    assert (pool.growths, pool.buffers_made) == (24, 26)
+    assert [(slot.ready, slot.done) for slot in slots] == before
 
 
 def test_close_gives_back_every_event_and_drops_every_buffer() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,7 +60,9 @@ class SlotPool:
     def __init__(self, device: torch.device, events: EventPool) -> None:
         self._device, self._events = device, events
         self._slots: dict[tuple[str, int], Slot] = {}
-        self._outgrown: deque[tuple[torch.Tensor, Event]] = deque()
+        # One event for all outgrown buffers: with one for each, timing would decide how many there are.
+        self._outgrown: list[torch.Tensor] = []
+        self._left: Event | None = None
         self.buffers_made = 0
         self.growths = 0
 
@@ -72,7 +73,7 @@ class SlotPool:
     def nbytes(self) -> int:
         """Bytes of all buffers, outgrown ones that are still waited for included."""
         live = sum(slot.buffer.numel() for slot in self._slots.values())
-        return live + sum(buffer.numel() for buffer, _ in self._outgrown)
+        return live + sum(buffer.numel() for buffer in self._outgrown)
 
     def take(self, verb: str, batch: int, nbytes: int, *, reserve: int | None = None) -> Slot:
         """Return the slot of (verb, batch) with room for ``nbytes``, for a call to be made for it.
@@ -122,8 +123,9 @@ class SlotPool:
         for slot in self._slots.values():
             self._events.give_back(slot.ready)
             self._events.give_back(slot.done)
-        for _, done in self._outgrown:
-            self._events.give_back(done)
+        if self._left is not None:
+            self._events.give_back(self._left)
+            self._left = None
         self._slots.clear()
         self._outgrown.clear()
 
@@ -143,17 +145,20 @@ class SlotPool:
             slot.buffer = self._allocate(nbytes)
             return
         buffer = self._allocate(nbytes)
-        done = self._events.take(_owner(*slot.key))
+        if self._left is None:
+            self._left = self._events.take("buffers outgrown")
         # The device may still use the old buffer: keep it until it has come to here. The current stream is behind
-        # the comm stream's last use of it, since that was waited for.
-        slot.done.record()
-        self._outgrown.append((slot.buffer, slot.done))
-        slot.buffer, slot.done = buffer, done
+        # the comm stream's last use of it, since that was waited for; and behind those of the buffers before.
+        if self._outgrown:
+            self._left.wait()
+        self._left.record()
+        self._outgrown.append(slot.buffer)
+        slot.buffer = buffer
         self.growths += 1
 
     def _sweep(self) -> None:
-        while self._outgrown and self._outgrown[0][1].query():
-            self._events.give_back(self._outgrown.popleft()[1])
+        if self._outgrown and self._left is not None and self._left.query():
+            self._outgrown.clear()
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         # An inference tensor could not be written outside inference mode later.
