@@ -60,7 +60,7 @@ class KeptCalls:
                 check_summed("gather(partial=True)", self._maker.shape.dtype)
 
         def make(name: str) -> Call[torch.Tensor]:
-            return self._maker.gather(name, plan, batch, partial=partial)
+            return self._maker.gather(name, plan, batch, partial=partial, overlap=overlap)
 
         return self._find(Asked(Op.GATHER, "gather", plan, batch, partial, overlap), "gather", admit, make)
 
@@ -76,7 +76,7 @@ class KeptCalls:
         pulled = self.pulled(partial, batch)
 
         def make(name: str) -> Call[torch.Tensor]:
-            return self._maker.combine(name, plan, batch, pulled=pulled)
+            return self._maker.combine(name, plan, batch, pulled=pulled, overlap=overlap)
 
         return self._find(Asked(Op.COMBINE, "combine", plan, batch, pulled, overlap), "combine", admit, make)
 
@@ -91,7 +91,7 @@ class KeptCalls:
         message = self.message([(tensor.shape[1], tensor.dtype) for tensor in tensors])
 
         def make(name: str) -> Call[list[torch.Tensor]]:
-            return self._maker.many(name, message, plan, batch)
+            return self._maker.many(name, message, plan, batch, overlap=overlap)
 
         asked = Asked(Op.GATHER_MANY, message.verb, plan, batch, False, overlap)
         return self._find(asked, message, lambda: None, make)

@@ -78,10 +78,12 @@ class CallMaker:
         """Return the rows of this dp rank's tensors."""
         return plan.per_rank_capacity if isinstance(plan, GraphPlan) else plan.counts[self._layout.dp_rank]
 
-    def gather(self, name: str, plan: Plan, batch: int, *, partial: bool) -> Call[torch.Tensor]:
-        """Return the gather of ``plan`` over transport ``name``."""
+    def gather(
+        self, name: str, plan: Plan, batch: int, *, partial: bool, overlap: bool = False
+    ) -> Call[torch.Tensor]:
+        """Return the gather of ``plan`` over transport ``name``; ``overlap``: to run beside computation."""
         key, wanted = ("gather", batch), [self.wanted_local(plan)]
-        over_memory = self._over_memory.named(name)
+        over_memory = self._over_memory.named(name, overlap=overlap)
         if over_memory is not None:
             return self._memory_gather(over_memory, name, key, plan, wanted, partial=partial)
         assert not isinstance(plan, GraphPlan)
@@ -100,11 +102,16 @@ class CallMaker:
         assert peer is not None
         return peer.input_of(("combine", batch), rows_of(plan), shape.hidden, shape.dtype)
 
-    def combine(self, name: str, plan: Plan, batch: int, *, pulled: bool = False) -> Call[torch.Tensor]:
-        """Return the combine of ``plan`` over transport ``name``; ``pulled``: of what lies in ``combine_input``."""
+    def combine(
+        self, name: str, plan: Plan, batch: int, *, pulled: bool = False, overlap: bool = False
+    ) -> Call[torch.Tensor]:
+        """Return the combine of ``plan`` over transport ``name``.
+
+        ``pulled``: of what lies in ``combine_input``; ``overlap``: to run beside computation.
+        """
         key, wanted = ("combine", batch), [self.wanted_partial(plan)]
         local_rows, most = self.local_rows(plan), self.shape.max_combine_rows
-        over_memory = self._over_memory.named(name)
+        over_memory = self._over_memory.named(name, overlap=overlap)
         if over_memory is not None:
             slot = self._slot(key, local_rows, most)
             own = self._view(slot, local_rows)
@@ -125,10 +132,12 @@ class CallMaker:
         own = out[first : first + local_rows]
         return GroupCall(f"{name}.combine", slot, wanted, work, own, fixed=self._fixed)
 
-    def many(self, name: str, message: MessageLayout, plan: Plan, batch: int) -> Call[list[torch.Tensor]]:
-        """Return the gather of the tensors of ``message``."""
+    def many(
+        self, name: str, message: MessageLayout, plan: Plan, batch: int, *, overlap: bool = False
+    ) -> Call[list[torch.Tensor]]:
+        """Return the gather of the tensors of ``message``; ``overlap``: to run beside computation."""
         key, wanted = (message.verb, batch), self.wanted_many(message, plan)
-        over_memory = self._over_memory.named(name)
+        over_memory = self._over_memory.named(name, overlap=overlap)
         if over_memory is not None and len(message.fields) <= MAX_FIELDS:
             slot = self._slot(key, 0, self.shape.max_rows)
             gather = over_memory.gather(key, rows_of(plan), message.fields)

@@ -25,14 +25,15 @@ _NO_LANES = 2  # the own rank's, and that of the first peer: its copies go on th
 
 
 class OverMemory(NamedTuple):
-    """The transports over peer memory; None: not to be had here."""
+    """The transports over peer memory; None: not to be had here. ``beside``: ``peer`` beside computation."""
 
     peer: PeerTransport | None = None
+    beside: PeerTransport | None = None
     copy_engine: CopyEngineTransport | None = None
 
-    def named(self, name: str) -> PeerTransport | CopyEngineTransport | None:
-        """Return the one of this name."""
-        return {"peer": self.peer, "copy_engine": self.copy_engine}.get(name)
+    def named(self, name: str, *, overlap: bool = False) -> PeerTransport | CopyEngineTransport | None:
+        """Return the one of this name; ``overlap``: for calls that run beside computation."""
+        return {"peer": self.beside if overlap else self.peer, "copy_engine": self.copy_engine}.get(name)
 
 
 def copy_lanes(side: SideStream, ranks: int) -> Lanes:
@@ -86,4 +87,9 @@ def open_memory(
     places = Places(groups.layout, channels, reserve=reserve)
     peer = PeerTransport(places)
     copy_engine = CopyEngineTransport(places, peer, copier, lanes)
-    return channels, OverMemory(peer if "peer" in fit else None, copy_engine if "copy_engine" in fit else None)
+    has_peer = "peer" in fit
+    return channels, OverMemory(
+        peer if has_peer else None,
+        PeerTransport(places, beside=True) if has_peer else None,
+        copy_engine if "copy_engine" in fit else None,
+    )

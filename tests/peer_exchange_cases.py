@@ -32,6 +32,7 @@ from rocm_dp.errors import (
 )
 from rocm_dp.memory import links
 from rocm_dp.memory.channels import Channels
+from rocm_dp.transports import peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -441,6 +442,35 @@ def copies_and_kernels(rank: int, grid: Grid, steps: int) -> tuple[int, dict[str
             wrong += not reference.same_bits(exchange.combine_async(own, plan).wait().cpu(), pushed.cpu())
             wrong += reference.sum_error(pushed.cpu(), [p[reference.scatter_range(plan, dp)] for p in partials]) > 1
         return wrong, dict(exchange.stats().calls)
+
+
+def many_and_few_blocks(rank: int, grid: Grid, steps: int, times: int) -> tuple[int, int, int]:
+    """Calls, and async ones with fewer blocks, in turns on the same channels: how many results differ, the most
+    blocks of both. ``times``: as many rows as other cases have.
+    """
+    wrong, generator, most = 0, torch.Generator().manual_seed(9), {"sync": 0, "async": 0}
+    honest, kind = Prepared.__call__, "sync"
+
+    def noted(self: Prepared, blocks: int, stream: int, arguments: Arguments) -> None:
+        most[kind] = max(most[kind], blocks)
+        honest(self, blocks, stream, arguments)
+
+    with (
+        patch.object(peer, "_LEAST_BLOCKS", 1),  # CPU ranks have few blocks anyhow
+        an_exchange(rank, grid, torch.float32, transport="peer") as exchange,
+        patch.object(Prepared, "__call__", noted),
+    ):
+        for _ in range(steps):
+            plan = TokenPlan(tuple(times * n for n in random_counts(grid, generator)), PaddingMode.SUM_LEN)
+            mine = numbers(plan.counts[exchange.layout.dp_rank], H, torch.float32, seed=rank).to(exchange.device)
+            addends = numbers(plan.rows, H, torch.float32, seed=rank).to(exchange.device)
+            gathered, combined = exchange.gather(mine, plan).clone(), exchange.combine(addends, plan).clone()
+            kind = "async"
+            for _ in range(int(torch.randint(1, 3, (), generator=generator))):
+                wrong += not reference.same_bits(exchange.gather_async(mine, plan).wait().cpu(), gathered.cpu())
+                wrong += not reference.same_bits(exchange.combine_async(addends, plan).wait().cpu(), combined.cpu())
+            kind = "sync"
+        return wrong, most["sync"], most["async"]
 
 
 def kernels_of_a_copied_gather(rank: int, grid: Grid) -> tuple[list[str], list[str]]:

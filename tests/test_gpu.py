@@ -113,6 +113,12 @@ def test_copies_and_kernels_take_turns_on_one_channel_and_give_the_same_bits(pai
         assert set(calls.values()) == {100}
 
 
+def test_async_calls_take_fewer_blocks_and_take_turns_with_others_on_one_channel(pair: RankPool) -> None:
+    for wrong, most, beside in pair.run(peer_exchange_cases.many_and_few_blocks, PAIR, 100, 200):
+        assert wrong == 0
+        assert beside < most
+
+
 @pytest.mark.parametrize("where", ["same", "another"])
 def test_a_capture_goes_by_what_was_measured_in_graphs(pair: RankPool, tmp_path: Path, where: str) -> None:
     eager = (("peer", False, 1.0), ("copy_engine", False, 2.0), ("peer", True, 1.0), ("copy_engine", True, 2.0))

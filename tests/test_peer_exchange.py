@@ -94,6 +94,12 @@ def test_copies_and_kernels_take_turns_on_one_channel_and_give_the_same_bits(
         assert calls == {f"{name}.{verb}": 4 for name in ("peer", "copy_engine") for verb in ("gather", "combine")}
 
 
+def test_async_calls_take_fewer_blocks_and_take_turns_with_others_on_one_channel(interpreted: Ranks) -> None:
+    for wrong, most, beside in interpreted(2).run(cases.many_and_few_blocks, PAIR, 8, 4):
+        assert wrong == 0
+        assert beside < most
+
+
 def test_a_slot_is_opened_ahead_of_copies_once_graphs_may_be_replayed_between_calls(interpreted: Ranks) -> None:
     for before, after in interpreted(2).run(cases.kernels_of_a_copied_gather, PAIR):
         assert before == ["meet"]

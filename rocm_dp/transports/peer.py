@@ -23,14 +23,17 @@ if TYPE_CHECKING:
 
 _HIP = torch.version.hip is not None
 _STEPS = 4
+# Beside computation one block in so many, and these at least: each takes a compute unit that would multiply. So an
+# overlapped layer took 2 to 8 % less time, at all sizes, on H200.
+_THINNED, _LEAST_BLOCKS = 8, 4
 _STEP_BYTES = 4 * 2**20  # what a step must move at least to be worth one more wait
 
 
 class PeerTransport:
-    """Makes the launches of one exchange in its ``places``."""
+    """Makes the launches of one exchange in its ``places``; ``beside``: for calls that run beside computation."""
 
-    def __init__(self, places: Places) -> None:
-        self._places, self._alone = places, places.layout.replicas == 1
+    def __init__(self, places: Places, *, beside: bool = False) -> None:
+        self._places, self._alone, self._beside = places, places.layout.replicas == 1, beside
 
     def gather(self, key: Key, rows: kernels.Rows, fields: Sequence[tuple[int, torch.dtype]]) -> GatherLaunch:
         """Return the gather from all ranks of ``fields``, a width and a dtype each."""
@@ -61,7 +64,7 @@ class PeerTransport:
         places, party, dtype = self._places, self._places.world, out.dtype
         channel = places.input(key, rows, out.shape[1] * out.itemsize)
         nbytes = -(-rows.most // party.replicas) * out.shape[1] * out.itemsize
-        blocks = kernels.blocks_for(nbytes * party.size, places.channels.lanes)
+        blocks = self._blocks_for(nbytes * party.size)
         on_device = bool(rows.on_device)
 
         def form(width: int) -> Prepared:
@@ -76,6 +79,11 @@ class PeerTransport:
         """Return this rank's [rows, width] of addends that ``pull`` sums."""
         channel = self._places.input(key, rows, width * dtype.itemsize)
         return channel.view(0, 0, rows.rows, width, dtype)
+
+    def _blocks_for(self, nbytes: int) -> int:
+        """Return how many blocks move ``nbytes``; the same on every rank."""
+        blocks = kernels.blocks_for(nbytes, self._places.channels.lanes)
+        return max(blocks // _THINNED, min(blocks, _LEAST_BLOCKS)) if self._beside else blocks
 
     def _shared(self, key: Key, rows: kernels.Rows, sums: Launch, out: torch.Tensor) -> Chain:
         """Return ``sums``, which leaves a share of the rows in ``out``, and the gather of all the shares."""
@@ -95,7 +103,7 @@ class PeerTransport:
         places, on_device = self._places, bool(rows.on_device)
         channel, placed = places.gathered(key, fields, room)
         share = -(-rows.most // party.replicas)
-        blocks = kernels.blocks_for(share * sum(field.row_bytes for field in placed), places.channels.lanes)
+        blocks = self._blocks_for(share * sum(field.row_bytes for field in placed))
 
         def form(widths: tuple[int, ...]) -> Prepared:
             what = ("gather", party.size, widths, on_device)
@@ -110,7 +118,7 @@ class PeerTransport:
         row_bytes = out.shape[1] * out.itemsize
         channel, stage_rows = places.staged(key, rows, row_bytes, party)
         stage_bytes = rounded(stage_rows * row_bytes)
-        blocks = kernels.blocks_for(stage_bytes * max(1, party.size - 1), places.channels.lanes)
+        blocks = self._blocks_for(stage_bytes * max(1, party.size - 1))
         # Not on AMD: nobody measured there that it pays.
         steps = 1 if _HIP else max(1, min(_STEPS, stage_bytes * (party.size - 1) // _STEP_BYTES))
         turns = -(-stage_bytes // (blocks * kernels.block_bytes() * steps))
