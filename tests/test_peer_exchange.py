@@ -221,7 +221,6 @@ def test_what_one_rank_cannot_do_no_rank_does_and_explain_says_why(
             assert sum(chosen for _, chosen, _ in others) == 1
 
 
-@pytest.mark.soak
 def test_the_self_test_runs_once_for_all_exchanges_on_the_same_groups(interpreted: Ranks) -> None:
     # Once for the self-test, and once for each exchange.
     assert interpreted(2).run(cases.two_exchanges_one_self_test, PAIR) == [(4, True)] * 2

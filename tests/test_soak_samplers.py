@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +18,7 @@ import torch
 from exchange_cases import Grid, an_exchange
 
 from rocm_dp.soak.device import ExchangeSampler, TorchSampler
+from rocm_dp.soak.heap import ONE_ARENA, HeapSampler
 from rocm_dp.soak.host import HostSampler, ShmSampler, fd_kind, host_limits
 from rocm_dp.soak.kfd import KfdSampler
 from rocm_dp.soak.objects import ObjectSampler
@@ -65,6 +68,65 @@ def test_a_recorded_process_is_read_field_by_field(tmp_path: Path) -> None:
 )
 def test_an_fd_is_named_by_what_its_link_points_to(target: str, kind: str) -> None:
     assert fd_kind(target) == kind
+
+
+@pytest.mark.parametrize("nbytes", [1000, 40 * 2**20])
+def test_what_native_code_allocates_and_frees_is_counted_in_arenas_and_mappings(nbytes: int) -> None:
+    library, sampler, count = ctypes.CDLL(None), HeapSampler(), max(1, 2**20 // nbytes)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    addresses = (ctypes.c_void_p * count)()
+    before = sampler.read()["heap.used"]
+    for index in range(count):
+        addresses[index] = library.malloc(nbytes)
+    held = sampler.read()["heap.used"] - before
+    for address in addresses:
+        library.free(address)
+    left = sampler.read()["heap.used"] - before
+    assert nbytes * count <= held < nbytes * count * 1.1 + 64 * 1024
+    assert abs(left) < 64 * 1024  # of this test's own objects
+
+
+def test_a_c_library_without_the_numbers_is_said_to_be_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    with pytest.raises(AbsentError, match="no mallinfo2"):
+        HeapSampler()
+
+
+def test_ranks_of_a_soak_have_one_arena() -> None:
+    with RankPool(1) as pool:
+        assert pool.run(arenas)[0] > 1
+    with RankPool(1, env=ONE_ARENA) as pool:
+        assert pool.run(arenas) == [1]
+
+
+def arenas(_: int) -> int:
+    """How many arenas there are after eight threads have allocated at once."""
+    together = threading.Barrier(8)
+
+    def allocate() -> None:
+        library = ctypes.CDLL(None)
+        library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+        library.free.argtypes = [ctypes.c_void_p]
+        together.wait()
+        addresses = [library.malloc(100) for _ in range(1000)]
+        together.wait()
+        for address in addresses:
+            library.free(address)
+
+    threads = [threading.Thread(target=allocate) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    library = ctypes.CDLL(None)
+    with tempfile.TemporaryFile("w+b") as file:
+        library.fdopen.restype = ctypes.c_void_p
+        stream = ctypes.c_void_p(library.fdopen(os.dup(file.fileno()), b"w"))
+        library.malloc_info(0, stream)
+        library.fclose(stream)
+        file.seek(0)
+        return file.read().count(b"<heap nr=")
 
 
 def test_this_process_is_counted_to_the_unit() -> None:

@@ -11,10 +11,12 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import validate_cases
 
 from rocm_dp.cli import main
 from rocm_dp.plan import PaddingMode
+from rocm_dp.testing import RankPool
 from rocm_dp.validate.cases import field_cases
 from rocm_dp.validate.rank import OWN_CHOICE, RankResult, ValidateConfig, run_rank
 from rocm_dp.validate.report import make_report
@@ -22,8 +24,6 @@ from rocm_dp.validate.report import make_report
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    from rocm_dp.testing import RankPool
 
     Ranks = Callable[[int], RankPool]
 
@@ -180,6 +180,16 @@ def test_under_torchrun_each_process_is_a_rank_and_one_reports(tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("PASSED") == 1
     assert json.loads((tmp_path / "report.json").read_text())["config"]["ranks"] == 2
+
+
+@pytest.mark.gpu
+def test_on_gpus_every_transport_passes_in_graphs_too() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    config = ValidateConfig(2, 2)
+    with RankPool(2, backend="nccl", timeout=200.0) as pool:
+        report = make_report(pool.run(run_rank, config), config, required=("peer", "copy_engine"))
+    assert report.passed, report.failures
 
 
 @pytest.mark.soak

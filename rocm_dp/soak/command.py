@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rocm_dp.soak.config import SoakConfig
     from rocm_dp.soak.log import SoakLog
     from rocm_dp.soak.outcome import Outcome
+    from rocm_dp.testing import RankPool
 
 __all__ = ["add_arguments", "run"]
 
@@ -39,7 +40,6 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return _self_test(config, args, console)
     from rocm_dp.soak.prometheus import endpoint
     from rocm_dp.soak.run import soak
-    from rocm_dp.testing import RankPool
 
     with ExitStack() as stack:
         journal = stack.enter_context(args.json.open("w", encoding="utf-8")) if args.json else None
@@ -47,8 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if args.metrics_port is not None:
             console.print(f"metrics at http://{args.metrics_host}:{port}/metrics")
         show = stack.enter_context(_dashboard(config, console))
-        with _preloaded(count=args.count_signals):
-            pool = stack.enter_context(RankPool(config.ranks, timeout=_POOL_TIMEOUT))
+        pool = stack.enter_context(_pool(config, args))
 
         def watch(log: SoakLog) -> None:
             feed(log)
@@ -85,13 +84,11 @@ def _judge_again(args: argparse.Namespace) -> int:
 def _self_test(config: SoakConfig, args: argparse.Namespace, console: Console) -> int:
     from rocm_dp.soak.selftest import injections, self_test
     from rocm_dp.soak.tables import render_trials
-    from rocm_dp.testing import RankPool
 
     trials = []
     with ExitStack() as stack:
         status = stack.enter_context(console.status("self-test"))
-        with _preloaded(count=args.count_signals):
-            pool = stack.enter_context(RankPool(config.ranks, timeout=_POOL_TIMEOUT))
+        pool = stack.enter_context(_pool(config, args))
         for trial in self_test(pool, config, clean=args.clean_runs):
             trials.append(trial)
             status.update(f"self-test: {trial.injected or 'clean'} was {'named' if trial.right else 'NOT named'}")
@@ -100,6 +97,14 @@ def _self_test(config: SoakConfig, args: argparse.Namespace, console: Console) -
     if args.json:
         args.json.write_text("".join(json.dumps(trial.plain) + "\n" for trial in trials))
     return 0 if all(trial.right for trial in trials) else 1
+
+
+def _pool(config: SoakConfig, args: argparse.Namespace) -> RankPool:
+    from rocm_dp.soak.heap import ONE_ARENA
+    from rocm_dp.testing import RankPool
+
+    with _preloaded(count=args.count_signals):
+        return RankPool(config.ranks, timeout=_POOL_TIMEOUT, env=ONE_ARENA)
 
 
 @contextmanager

@@ -67,6 +67,7 @@ COUNTERS = (
     Counter("objects.*", Kind.EXACT, "objects", "object"),
     # Not exactly: the C library's allocator splits and joins mappings as it likes.
     Counter("maps", Kind.SLOPE, "mappings", "rss", effect=4.0),
+    Counter("heap.used", Kind.SLOPE, "bytes", "rss", effect=_MIB / 2),
     Counter("rss", Kind.SLOPE, "bytes", "rss", effect=_MIB / 2),
     Counter("pss", Kind.SLOPE, "bytes", "rss", effect=_MIB / 2),
     Counter("memlock", Kind.EXACT, "bytes", "rss"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rocm_dp.soak.device import ExchangeSampler, TorchSampler
+from rocm_dp.soak.heap import HeapSampler
 from rocm_dp.soak.host import HostSampler, ShmSampler, host_limits
 from rocm_dp.soak.kfd import KfdSampler
 from rocm_dp.soak.objects import ObjectSampler
@@ -24,6 +25,7 @@ def host_probe() -> tuple[Probe, ObjectSampler]:
     """Return the samplers that need neither a GPU nor an exchange, and that of the objects."""
     probe, objects = Probe(), ObjectSampler()
     probe.add("host", HostSampler)
+    probe.add("heap", HeapSampler)
     probe.add("shm", ShmSampler)
     probe.add("objects", lambda: objects)
     probe.add("hsa", SignalSampler)

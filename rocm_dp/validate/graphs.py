@@ -16,20 +16,24 @@ if TYPE_CHECKING:
 
     from rocm_dp.exchange import TokenExchange
 
-_ROWS = max(max(counts) for counts in REPLAYS)
+MOST_ROWS = max(max(counts) for counts in REPLAYS)  # of a dp rank
 
 
 def check_replays(exchange: TokenExchange) -> Iterator[str]:
-    """Yield what was wrong ("": nothing) for each counts of ``REPLAYS``; nothing where no transport can."""
+    """Yield what was wrong ("": nothing) for each counts of ``REPLAYS``; nothing where no transport can.
+
+    ``exchange`` has room for ``MOST_ROWS`` of each dp rank, and for no more: what is captured must never move.
+    """
     dp_size = exchange.layout.dp_size
     if exchange.dtype.itemsize == 1:
         return
     try:
-        plan = exchange.graph_plan(capacity=_ROWS * dp_size, per_rank_capacity=_ROWS)
+        plan = exchange.graph_plan(capacity=MOST_ROWS * dp_size, per_rank_capacity=MOST_ROWS)
     except TransportRefusedError:
         return
+    exchange.reserve(plans=[plan])
     # Rank r's rows are r + 1, so that a sum over ranks is exact, and a stale row is seen.
-    local = torch.zeros(_ROWS, exchange.hidden, dtype=exchange.dtype, device=exchange.device)
+    local = torch.zeros(MOST_ROWS, exchange.hidden, dtype=exchange.dtype, device=exchange.device)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         everyone = exchange.gather(local, plan)

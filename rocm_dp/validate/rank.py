@@ -9,6 +9,7 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from rocm_dp.options import Options
 from rocm_dp.routing import NAMES, Table
 from rocm_dp.testing import note, rank_device
 from rocm_dp.validate.cases import field_cases
-from rocm_dp.validate.graphs import check_replays
+from rocm_dp.validate.graphs import MOST_ROWS, check_replays
 from rocm_dp.validate.verbs import Verbs
 from rocm_dp.version import __version__
 
@@ -88,17 +89,24 @@ def validate(
         for done, (name, dtype) in enumerate(runs):
             tell((done, len(runs)))
             options = Options(transport=name, timeout=config.timeout, poison=True, confirm_calls=name is None)
-            with TokenExchange(
-                layout, groups, device=device, hidden=config.hidden, dtype=dtype, options=options
-            ) as exchange:
-                _check_all(exchange, name, result)
+            make = partial(
+                TokenExchange, layout, groups, device=device, hidden=config.hidden, dtype=dtype, options=options
+            )
+            label = name or OWN_CHOICE
+            with make() as exchange:
+                _check_all(exchange, label, result)
+            with make(max_rows=MOST_ROWS * config.dp, max_local_rows=MOST_ROWS) as exchange:
+                for wrong in check_replays(exchange):
+                    _note(result, label, f"{wrong}, {dtype}" if wrong else "")
+            if label in result.checks:
+                result.refused.pop(label, None)
         tell((len(runs), len(runs)))
     return result
 
 
-def _check_all(exchange: TokenExchange, name: str | None, result: RankResult) -> None:
+def _check_all(exchange: TokenExchange, label: str, result: RankResult) -> None:
     """Check every case that the transport does not refuse; a refusal is the same on every rank."""
-    layout, label = exchange.layout, name or OWN_CHOICE
+    layout = exchange.layout
     verbs = Verbs(exchange)
     for case in field_cases(layout.dp_size):
         for plan in case.plans(layout.replicas):
@@ -108,10 +116,6 @@ def _check_all(exchange: TokenExchange, name: str | None, result: RankResult) ->
                 continue
             for verb, wrong in verbs.check(plan):
                 _note(result, label, f"{verb} {wrong}: {case.kind}, {plan}, {exchange.dtype}" if wrong else "")
-    for wrong in check_replays(exchange):
-        _note(result, label, f"{wrong}, {exchange.dtype}" if wrong else "")
-    if label in result.checks:
-        result.refused.pop(label, None)
 
 
 def _note(result: RankResult, label: str, wrong: str) -> None:
