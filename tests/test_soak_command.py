@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from dataclasses import replace
+from html import unescape
 from html.parser import HTMLParser
 from io import StringIO
 from typing import TYPE_CHECKING
@@ -98,6 +100,51 @@ def test_the_page_shows_the_verdict_first_and_asks_nothing_of_any_other_place(
     assert text.index("FAILED") < text.index("<table") < text.index("<img")
     # The counter that leaked has the first plot.
     assert text.index("<figcaption>fds.") < text.index("<figcaption>program.")
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+_QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
+_NONE = "not an origin"
+_LOOK = """<script>addEventListener("load", () => {
+    const verdict = document.querySelector("p.verdict").getBoundingClientRect(), images = [...document.images];
+    const drawn = images.filter(image => image.complete && image.naturalWidth).length;
+    document.title = JSON.stringify({verdict: verdict.bottom, seen: innerHeight, drawn, images: images.length});
+})</script></body>"""
+
+
+def opened(text: str, folder: Path) -> tuple[dict[str, float], list[str]]:
+    """What a browser window of 1280 x 800 shows of a page, and what the page asks other places for."""
+    assert BROWSER is not None
+    (folder / "page.html").write_text(text.replace("</body>", _LOOK), encoding="utf-8")
+    # Its sandbox needs what containers don't give; the page is our own.
+    window = ("--headless", "--no-sandbox", "--disable-gpu", "--window-size=1280,800", "--dump-dom")
+    places = (f"--user-data-dir={folder}", f"--log-net-log={folder / 'net.json'}", f"file://{folder / 'page.html'}")
+    command = [BROWSER, *window, *_QUIET, *places]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    title = re.search("<title>(.*?)</title>", dom)
+    assert title is not None, dom[:500]
+    events = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
+    # The browser itself asks too, for the time and the like; that has no origin.
+    asked = [
+        one["url"] for one in events if "url" in one and one.get("initiator", "not an origin") != "not an origin"
+    ]
+    return json.loads(unescape(title[1])), asked
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium on the PATH")
+def test_a_browser_shows_the_verdict_without_scrolling_and_every_plot_and_asks_for_nothing(
+    leaked: tuple[SoakLog, Outcome], tmp_path: Path
+) -> None:
+    text = page(*leaked)
+    for folder in ("ours", "asking"):
+        (tmp_path / folder).mkdir()
+    shown, asked = opened(text, tmp_path / "ours")
+    assert 0 < shown["verdict"] < shown["seen"]
+    assert shown["drawn"] == shown["images"] > 5
+    assert asked == []
+    elsewhere = "http://127.0.0.1:9/plot.png"
+    shown, asked = opened(text.replace("<table", f'<img src="{elsewhere}"><table', 1), tmp_path / "asking")
+    assert (shown["images"] - shown["drawn"], asked) == (1, [elsewhere])
 
 
 def test_what_a_rank_says_can_not_change_the_page(leaked: tuple[SoakLog, Outcome]) -> None:
