@@ -126,14 +126,21 @@ class Dispatcher:
         return "peer" in self._facts.qualified and self._table.order[0] in routing.OVER_MEMORY and not measured
 
     def confirm(
-        self, op: Op, key: tuple[str, int], plan: TokenPlan | GraphPlan, transport: str, *, partial: bool = False
+        self,
+        op: Op,
+        key: tuple[str, int],
+        plan: TokenPlan | GraphPlan,
+        transport: str,
+        *,
+        partial: bool,
+        overlap: bool,
     ) -> None:
         """With ``confirm_calls``: raise RankMismatchError on every rank unless all make this very call."""
         verb, batch = key
         self.slots.check_free(verb, batch)
         if self._options.confirm_calls:
             names = {"verb": digest64(verb.encode()), "transport": digest64(transport.encode())}
-            fields = {**names, "digest": plan.digest, "batch": batch, "partial": partial}
+            fields = {**names, "digest": plan.digest, "batch": batch, "partial": partial, "async": overlap}
             shown = {"verb": verb, "transport": transport, "digest": plan}
             self._groups.control.call_equal(op, fields, shown=shown)
 

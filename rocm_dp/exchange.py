@@ -121,7 +121,10 @@ class TokenExchange(GroupVerbs):
     def gather_async(
         self, local: torch.Tensor, plan: TokenPlan | GraphPlan, *, partial: bool = False, batch: int = 0
     ) -> Pending[torch.Tensor]:
-        """Like ``gather``, on the comm stream. Raises SlotBusyError while (gather, batch) is in flight."""
+        """Like ``gather``, on the comm stream, with few compute units; all ranks make this call, none the other.
+
+        Raises SlotBusyError while (gather, batch) is in flight.
+        """
         if torch.compiler.is_compiling():
             return outside(TokenExchange.gather_async, self, local, plan, partial=partial, batch=batch)
         quick = self._calls.quick.get(("gather_async", plan, batch, partial))
@@ -146,7 +149,7 @@ class TokenExchange(GroupVerbs):
     def combine_async(
         self, partial: torch.Tensor, plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> Pending[torch.Tensor]:
-        """Like ``combine``, on the comm stream. Raises SlotBusyError while (combine, batch) is in flight."""
+        """Like ``combine``, on the comm stream, as ``gather_async``."""
         if torch.compiler.is_compiling():
             return outside(TokenExchange.combine_async, self, partial, plan, batch=batch)
         quick = self._calls.quick.get(("combine_async", plan, batch, self._calls.pulled(partial, batch)))
@@ -181,7 +184,7 @@ class TokenExchange(GroupVerbs):
     def gather_many_async(
         self, tensors: Sequence[torch.Tensor], plan: TokenPlan | GraphPlan, *, batch: int = 0
     ) -> Pending[list[torch.Tensor]]:
-        """Like ``gather_many``, on the comm stream. Raises SlotBusyError while the same message is in flight."""
+        """Like ``gather_many``, on the comm stream, as ``gather_async``."""
         if torch.compiler.is_compiling():
             return outside(TokenExchange.gather_many_async, self, tensors, plan, batch=batch)
         return self._dispatch.launch(self._calls.many(tensors, plan, batch, overlap=True), tensors)

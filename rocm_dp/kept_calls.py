@@ -144,7 +144,8 @@ class KeptCalls:
         if use.graph:
             self._dispatch.note_capture()
         name = self._dispatch.route(asked.plan, use)
-        self._dispatch.confirm(asked.op, (asked.verb, asked.batch), asked.plan, name, partial=asked.partial)
+        where, partial, overlap = (asked.verb, asked.batch), asked.partial, asked.overlap
+        self._dispatch.confirm(asked.op, where, asked.plan, name, partial=partial, overlap=overlap)
         if call is None or call.stale:
             if len(self._calls) >= _KEPT:
                 self.forget()

@@ -140,6 +140,14 @@ def one_call_more(rank: int) -> tuple[str, str, dict[int, object], float]:
         return outcome(lambda: exchange.gather(local, plan))
 
 
+def one_rank_async(rank: int) -> tuple[str, str, dict[int, object], float]:
+    """Rank 1 gathers on the comm stream: by other blocks, or by another transport."""
+    plan = TokenPlan((1, 2), PaddingMode.SUM_LEN)
+    with an_exchange(rank, Grid(2, 2), confirm_calls=True) as exchange:
+        local = torch.zeros(rank + 1, H, dtype=torch.bfloat16)
+        return outcome(lambda: (exchange.gather_async if rank else exchange.gather)(local, plan))
+
+
 def make_exchange(rank: int, settings: list[dict[str, object]]) -> tuple[str, str, dict[int, object], float]:
     """Construct an exchange with this rank's own settings."""
     layout = RankLayout(rank, len(settings), len(settings))

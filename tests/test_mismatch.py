@@ -120,6 +120,13 @@ def test_one_call_more_on_one_rank_is_named(ranks: Ranks) -> None:
         assert values == {0: "combine", 1: "gather"}
 
 
+def test_a_call_that_one_rank_makes_async_is_named(ranks: Ranks) -> None:
+    for kind, said, values, _ in ranks(2).run(cases.one_rank_async):
+        assert kind == "RankMismatchError"
+        assert "async in gather" in said
+        assert values == {0: 0, 1: 1}
+
+
 @pytest.mark.parametrize(
     "odd_one",
     [
