@@ -18,10 +18,11 @@ from rocm_dp import Groups, Options, PaddingMode, TokenExchange, TokenPlan, refe
 from rocm_dp.comm_stream import CommStream
 from rocm_dp.control import Op
 from rocm_dp.errors import CapacityError, PeerTimeoutError, RankMismatchError
+from rocm_dp.overlap import interleave
 from rocm_dp.testing import rank_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from contextlib import AbstractContextManager
 
     from rocm_dp.comm_stream import Work
@@ -33,6 +34,51 @@ SLEEP = 20_000_000  # device clock cycles, about 10 ms
 def sleep(cycles: int) -> None:
     """Keep the current stream busy."""
     torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
+def memory_of_forwards(rank: int, transport: str, forwards: int) -> tuple[int, float]:
+    """Forwards of 61 layers in two batches of real width, the host never waiting: bytes that torch reserved more in
+    them, and all that it has reserved over what is live.
+    """
+    tokens, hidden, layout = 4096, 7168, Grid(2, 2).layout(rank)
+    plans = TokenPlan((tokens, tokens // 2), PaddingMode.SUM_LEN).halves()
+    torch.cuda.empty_cache()
+    with (
+        Groups.create(layout) as groups,
+        TokenExchange(
+            layout,
+            groups,
+            device=rank_device(),
+            hidden=hidden,
+            dtype=torch.bfloat16,
+            max_rows=2 * tokens,
+            max_local_rows=tokens,
+            options=Options(transport=transport),
+        ) as exchange,
+    ):
+        exchange.reserve(batches=2)
+
+        def ones(rows: int) -> torch.Tensor:
+            return torch.ones(rows, hidden, dtype=torch.bfloat16, device=exchange.device)
+
+        locals_, partials = [ones(plan.counts[rank]) for plan in plans], [ones(plan.rows) for plan in plans]
+
+        def layers(batch: int) -> Generator[None, None, None]:
+            for _ in range(61):
+                pending = exchange.gather_async(locals_[batch], plans[batch], batch=batch)
+                yield
+                pending.wait()
+                pending = exchange.combine_async(partials[batch], plans[batch], batch=batch)
+                yield
+                pending.wait()
+
+        interleave(layers(0), layers(1))
+        before = torch.cuda.memory_reserved()
+        for _ in range(forwards):
+            interleave(layers(0), layers(1))
+        grown = torch.cuda.memory_reserved() - before
+        torch.cuda.synchronize()
+        return grown, torch.cuda.memory_reserved() / torch.cuda.memory_allocated()
 
 
 def allocations_per_call(rank: int, grid: Grid, transport: str, counts: Sequence[int]) -> dict[str, int]:

@@ -76,6 +76,17 @@ def test_no_verb_allocates_device_memory_after_warm_up(
         assert set(made.values()) == {0}, made
 
 
+def test_thirty_overlapped_forwards_reserve_nothing_and_all_that_is_reserved_is_live() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    # Of their own: what other tests leave in the allocator's segments counts as well.
+    with RankPool(2, backend="nccl", timeout=60.0) as ranks:
+        for transport in ("peer", "copy_engine", "all_gather_v"):
+            for grown, share in ranks.run(cases.memory_of_forwards, transport, 30):
+                assert grown == 0, transport
+                assert 1 <= share < 1.01, transport
+
+
 def test_no_event_stream_slot_or_byte_is_added_after_reserve(pair: RankPool) -> None:
     for seen in pair.run(lifetime_cases.resources_over_steps, PAIR, Options(), 200):
         assert set(seen) == {seen[0]}
