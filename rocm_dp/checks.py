@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from rocm_dp.errors import DtypeError, TensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,8 +48,8 @@ def checked_rows(
     return tensor.detach() if tensor.stride(1) == 1 else tensor.detach().reshape(-1).view(tensor.shape)
 
 
-def check_summed(name: str, dtype: torch.dtype) -> None:
-    """Raise DtypeError unless rows of ``dtype`` can be added: fp8 and integers are only moved."""
-    if dtype not in SUMMED_DTYPES:
-        names = ", ".join(str(d).removeprefix("torch.") for d in SUMMED_DTYPES)
+def check_summed(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype] = SUMMED_DTYPES) -> None:
+    """Raise DtypeError unless rows of ``dtype`` can be added: by the verbs, fp8 and integers are only moved."""
+    if dtype not in allowed:
+        names = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise DtypeError(f"{name} adds rows and takes {names}, got {str(dtype).removeprefix('torch.')}")

@@ -18,7 +18,7 @@ from rocm_dp.kernels import rows as row_kernels
 from sglang_contract import recorded
 
 from rocm_dp import Groups, Options, reference
-from rocm_dp.errors import RankMismatchError
+from rocm_dp.errors import DtypeError, RankMismatchError
 from rocm_dp.integrations import sglang
 from rocm_dp.integrations.sglang import DpAttention, DpPaddingMode, Settings
 from rocm_dp.testing import rank_device
@@ -286,7 +286,13 @@ def other_rows(rank: int, grid: Grid) -> None:
             mine = parts[dp].view(counts[dp], *shape).to(device)
             layer.dp_gather_replicate(full, mine, forward_batch(counts, DpPaddingMode.SUM_LEN, rank_device()))
             assert reference.same_bits(full.cpu(), torch.cat(parts).view(full.shape)), (dtype, shape)
-        for dtype, width in ((torch.float32, H), (torch.bfloat16, 3)):
+        for dtype, width in (
+            (torch.float32, H),
+            (torch.bfloat16, 3),
+            (torch.float64, H),
+            (torch.int32, H),
+            (torch.int64, 1),
+        ):
             step = Step(grid, counts, DpPaddingMode.SUM_LEN, 5, dtype=dtype, width=width)
             full = dirty(step.rows, step)
             layer.dp_gather_partial(full, step.local(rank, copies=False).to(device), step.batch())
@@ -295,6 +301,10 @@ def other_rows(rank: int, grid: Grid) -> None:
             out = dirty(counts[dp], step)
             layer.dp_reduce_scatter_tensor(out, step.partial(rank).to(device))
             check_equal(out, combined(step, rank), f"{step}")
+        for dtype in (torch.float8_e4m3fn, torch.bool):
+            full, mine = (torch.zeros(rows, H, device=device).to(dtype) for rows in (sum(counts), counts[dp]))
+            with pytest.raises(DtypeError, match=r"dp_reduce_scatter_tensor adds rows and takes .* int64, got"):
+                layer.dp_reduce_scatter_tensor(mine, full)
 
 
 def cp_shards(rank: int, grid: Grid) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sglang_cases import forward_batch
+from sglang_cases import batch_class, forward_batch
 
 from rocm_dp import RankLayout, rocm
 from rocm_dp.errors import ConfigError, TensorError, TransportRefusedError
@@ -217,6 +217,9 @@ def test_expert_ids_of_padding_rows_are_dropped_and_no_others(counts: list[int])
     assert torch.equal(ids, want)
     one.mask_dp_pad_moe_topk_ids(other := torch.ones(7, 2, dtype=torch.int32))
     assert other.eq(1).all(), "another layout is left as it is"
+    one.set_dp_buffer_len(20, 5, False, [5] * 4, torch.tensor(counts, dtype=torch.int32))
+    one.mask_dp_pad_moe_topk_ids(packed := torch.ones(20, 2, dtype=torch.int32))
+    assert packed.eq(1).all(), "packed rows have no padding"
 
 
 def test_persistent_buffers_grow_and_never_shrink() -> None:
@@ -253,6 +256,22 @@ def test_wrong_tensors_are_refused_with_both_sides() -> None:
         one.dp_reduce_scatterv_async(rows[:1], rows, [1] * 3)
     with pytest.raises(ValueError, match="must not overlap"):
         one.dp_scatter(rows[:1], rows, batch)
+    # What a rank would else meet alone, as the index of a place that is not there.
+    for rank in (0, 6):
+        other = layer(rank)
+        with pytest.raises(TensorError, match=r"counts of 4 dp ranks, the batch has \(2,\)"):
+            other.dp_gather_replicate(rows, rows[:2], forward_batch([2], SUM_LEN))
+        with pytest.raises(TensorError, match=r"must name 1 cp ranks, got \[\]"):
+            other.dp_gather_replicate(rows, rows[:1], forward_batch([1] * 4, SUM_LEN), [])
+    nothing = batch_class("ForwardBatch")()
+    for ask in (
+        lambda: one.dp_gather_partial(rows, rows[:1], nothing),
+        lambda: one.dp_scatter(rows[:1].clone(), rows, nothing),
+        lambda: one.get_dp_local_slice_cpu(nothing, False, None),
+        lambda: one.set_dp_buffer_len_from_batch(nothing),
+    ):
+        with pytest.raises(TensorError, match="rows of each of 4 dp ranks are needed, the batch has none"):
+            ask()
 
 
 def test_a_sum_that_rocm_cannot_capture_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,10 +53,11 @@ class DpAttention(Overlap, GroupFunctions):
     def mask_dp_pad_moe_topk_ids(self, topk_ids: torch.Tensor) -> None:
         """Set the expert ids [G, k] of the padding rows of a MAX_LEN step to -1, in place: nothing is computed.
 
-        By the counts on the device, so it can be captured. Does nothing when they are unknown or G is another.
+        By the counts on the device, so it can be captured. Does nothing in other steps, nor when the counts are
+        unknown or G is another.
         """
         counts, size = self._device_counts, self._local_len
-        if counts is None or size < 1 or topk_ids.shape[0] != counts.shape[0] * size:
+        if not self._max_padding or counts is None or size < 1 or topk_ids.shape[0] != counts.shape[0] * size:
             return
         at = torch.arange(size, device=topk_ids.device)
         padding = at.unsqueeze(0) >= counts.unsqueeze(1)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_dp.checks import check_summed
+from rocm_dp.checks import SUMMED_DTYPES, check_summed
 from rocm_dp.errors import TensorError, TransportRefusedError
 from rocm_dp.integrations.sglang import fp8, places
 from rocm_dp.integrations.sglang.state import StepState
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _PLANS_KEPT = 64
+# SGLang sums rows of other kinds too: on ROCm, floats that one rank alone holds, seen as integers.
+_ADDED = (*SUMMED_DTYPES, torch.float64, torch.int32, torch.int64)
 
 
 class Moves(StepState):
@@ -143,7 +145,7 @@ class Moves(StepState):
                 return None, places.Place(own * local_rows, local_rows, every_cp=True)
             plan = self._plan((local_rows,) * at.dp_size, PaddingMode.MAX_LEN)
         else:
-            packed = places.packed_counts(counts, rows, capturing=self.capturing())
+            packed = places.packed_counts(counts, rows, at, capturing=self.capturing())
             if packed is None:
                 return None, places.Place(*self.get_dp_local_info(batch))
             plan = self._plan(packed, PaddingMode.SUM_LEN)
@@ -191,7 +193,7 @@ class Moves(StepState):
         """
         at, summed = self.layout, partial and self.layout.tp_size > 1
         if summed:
-            check_summed("dp_gather_partial", full.dtype)
+            check_summed("dp_gather_partial", full.dtype, _ADDED)
         if (place.every_cp or at.cp_rank == 0) and (summed or at.tp_rank == 0):
             row_kernels.place_rows(full, local, start=place.start, count=place.count)
         else:
@@ -202,7 +204,7 @@ class Moves(StepState):
         if self.settings.fits(plan) and self._is_own(full):
             out.copy_(self.exchange.combine(full, plan))
             return
-        check_summed("dp_reduce_scatter_tensor", full.dtype)
+        check_summed("dp_reduce_scatter_tensor", full.dtype, _ADDED)
         summed = full.clone()
         self._sum_over_all(summed)
         start = plan.starts[self.layout.dp_rank]

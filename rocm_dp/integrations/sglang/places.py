@@ -53,13 +53,16 @@ def blocks_of(layout: RankLayout, rows: int, local_rows: int) -> int:
     )
 
 
-def packed_counts(counts: tuple[int, ...] | None, rows: int, *, capturing: bool) -> tuple[int, ...] | None:
+def packed_counts(
+    counts: tuple[int, ...] | None, rows: int, layout: RankLayout, *, capturing: bool
+) -> tuple[int, ...] | None:
     """Return the counts of packed rows; None when the host doesn't know them, or not for every replay.
 
     A captured step whose counts are equal is padded by the engine, and replays with the same.
     """
     if counts is None or (capturing and len(set(counts)) > 1):
         return None
+    _check_dp_ranks(counts, layout)
     if sum(counts) > rows:
         raise TensorError(f"counts {counts} are {sum(counts)} rows, the global buffer has {rows}")
     return counts
@@ -69,8 +72,16 @@ def shard_place(counts: tuple[int, ...] | None, shards: Sequence[int], layout: R
     """Return where this cp rank's shard lies: shards are back to back at the begin of the dp rank's rows."""
     if counts is None:
         raise TensorError("cp_shard_counts needs the counts of the batch on the host, got none")
+    _check_dp_ranks(counts, layout)
+    if len(shards) != layout.cp_size:
+        raise TensorError(f"cp_shard_counts must name {layout.cp_size} cp ranks, got {list(shards)}")
     before = sum(counts[: layout.dp_rank]) + sum(shards[: layout.cp_rank])
     return Place(before, shards[layout.cp_rank], every_cp=True)
+
+
+def _check_dp_ranks(counts: tuple[int, ...], layout: RankLayout) -> None:
+    if len(counts) != layout.dp_size:
+        raise TensorError(f"a gather needs the counts of {layout.dp_size} dp ranks, the batch has {counts}")
 
 
 def as_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:

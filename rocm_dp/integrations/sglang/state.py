@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_dp.errors import ConfigError
+from rocm_dp.errors import ConfigError, TensorError
 from rocm_dp.integrations.sglang.ranks import (
     DpPaddingMode,
     compute_dp_attention_local_info,
@@ -173,8 +173,10 @@ class StepState:
         """Return this rank's place among those of a gather."""
         return self.layout.dp_rank
 
-    def dp_slot_in(self, per_rank: Sequence[int] | torch.Tensor) -> int:
+    def dp_slot_in(self, per_rank: Sequence[int] | torch.Tensor | None) -> int:
         """Return this rank's place in a sequence with an entry for each dp rank, or with its own alone."""
+        if per_rank is None:
+            raise TensorError(f"the rows of each of {self.layout.dp_size} dp ranks are needed, the batch has none")
         size = len(per_rank)
         if size not in (1, self.layout.dp_size):
             raise ConfigError(
