@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
-from sglang_cases import H, forward_batch, whole
+from sglang_cases import H, forward_batch, logits_metadata, whole
 
 from rocm_dp import Groups, RankLayout, rocm
+from rocm_dp.errors import RankMismatchError
 from rocm_dp.integrations import sglang
 from rocm_dp.integrations.sglang import DpPaddingMode, Settings
 
@@ -83,7 +85,9 @@ def installed_and_back(rank: int) -> None:
             late = import_module("sglang.srt.layers.late")
         assert late.dp_scatter is modules.caller.dp_scatter is not before["caller"]["dp_scatter"]
         assert modules.layer.dp_scatter._torchdynamo_disable, "it would be compiled for every count"
-        assert one_layer(modules, rank) == theirs, "before SGLang initialises, its own functions run"
+        with pytest.warns(UserWarning, match=r"initialised before install\(\): rocm_dp moves none"):
+            assert one_layer(modules, rank) == theirs, "before SGLang initialises, its own functions run"
+        assert one_layer(modules, rank) == theirs, "said once"
         modules.layer.initialize_dp_attention(SimpleNamespace(), SimpleNamespace())
         state = installation.state
         assert state is not None
@@ -97,12 +101,23 @@ def installed_and_back(rank: int) -> None:
         assert modules.layer.DpPaddingMode.get_default_mode_in_cuda_graph() is modules.layer.DpPaddingMode.SUM_LEN
         with patch.object(type(state), "capturing", lambda _: True):
             assert one_layer(modules, rank) == theirs, "without peer memory a capture is SGLang's"
+        only_on_device = logits_metadata(COUNTS, layout.dp_rank, on_host=False)
+        with (
+            patch.object(type(state), "capturing", lambda _: True),
+            patch.object(type(state.exchange), "over_peers", True),
+        ):
+            modules.layer.CALLED.clear()
+            rows, local = torch.zeros(sum(COUNTS), H), torch.ones(COUNTS[layout.dp_rank], H)
+            modules.layer.dp_gather_replicate(rows, local, only_on_device)
+            assert modules.layer.CALLED == ["dp_gather_replicate"], "what peers can't carry is left to SGLang"
         modules.layer.world_dp_gather_enabled = lambda: True
         assert one_layer(modules, rank) == theirs, "after elastic growth SGLang's own group is another"
         del modules.layer.world_dp_gather_enabled
         sglang.uninstall()
         sglang.uninstall()
         assert installation.state is None
+        assert state.exchange.groups.closed
+        assert not groups.closed
         assert late.dp_scatter is before["caller"]["dp_scatter"]
         assert one_layer(modules, rank) == theirs
         assert modules.layer.DpPaddingMode.get_default_mode_in_cuda_graph() is modules.layer.DpPaddingMode.MAX_LEN
@@ -117,6 +132,28 @@ def one_dp_rank_is_left_alone(rank: int) -> None:
         modules.layer.initialize_dp_attention(SimpleNamespace(), SimpleNamespace())
         assert installation.state is None
         sglang.uninstall()
+
+
+def nothing_is_left_of_a_failed_start(rank: int) -> None:
+    """A rank has other settings: all are told, and no group of ours stays behind; the next start is right."""
+    modules = engine()
+    layout = RankLayout(rank, 4, 2)
+    before = names_of(modules)
+    for _ in made_groups(layout, modules.parallel):
+        known = len(dist.distributed_c10d._world.pg_map)
+        sglang.install(Settings(fp8_gather=rank == 2))
+        with pytest.raises(RankMismatchError, match="ranks disagree on settings"):
+            modules.layer.initialize_dp_attention(SimpleNamespace(), SimpleNamespace())
+        assert len(dist.distributed_c10d._world.pg_map) == known
+        sglang.uninstall()
+        assert names_of(modules) == before
+        sglang.install(Settings())
+        modules.layer.initialize_dp_attention(SimpleNamespace(), SimpleNamespace())
+        assert len(dist.distributed_c10d._world.pg_map) > known
+        assert one_layer(modules, rank) == []
+        sglang.uninstall()
+        assert len(dist.distributed_c10d._world.pg_map) == known
+        dist.barrier()
 
 
 def borrowed_groups(rank: int) -> None:

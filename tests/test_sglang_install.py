@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,6 +44,10 @@ def test_one_dp_rank_is_left_to_sglang(ranks: Ranks) -> None:
     ranks(4).run(cases.one_dp_rank_is_left_alone)
 
 
+def test_a_failed_start_leaves_no_group_behind_and_the_next_is_right(ranks: Ranks) -> None:
+    ranks(4).run(cases.nothing_is_left_of_a_failed_start)
+
+
 def test_groups_smaller_than_the_world_are_borrowed(ranks: Ranks) -> None:
     ranks(4).run(cases.borrowed_groups)
 
@@ -74,17 +78,45 @@ def test_the_package_names_the_plugin_that_sglang_looks_for() -> None:
     assert metadata.EntryPoint(name, value, "sglang.srt.plugins").load() is sglang.plugin
 
 
+def given(captured: int | None = None, **given: int | None) -> SimpleNamespace:
+    """Limits where 0.5.15 has them, all in the server's arguments."""
+    return SimpleNamespace(cuda_graph_config=SimpleNamespace(decode=SimpleNamespace(max_bs=captured)), **given)
+
+
 @pytest.mark.parametrize(
     ("args", "rows"),
     [
-        ({"chunked_prefill_size": 4096, "max_prefill_tokens": 9, "cuda_graph_max_bs": 512}, 4096),
-        ({"chunked_prefill_size": -1, "max_prefill_tokens": 8192}, 8192),
-        ({"chunked_prefill_size": None}, 16384),
-        ({"chunked_prefill_size": 64, "cuda_graph_max_bs": 160}, 160),
+        (given(512, chunked_prefill_size=4096, max_prefill_tokens=9), 4096),
+        (given(chunked_prefill_size=-1, max_prefill_tokens=8192), 8192),
+        (SimpleNamespace(chunked_prefill_size=None), 16384),
+        (None, 16384),
+        (given(160, chunked_prefill_size=64), 160),
+        (given(160, chunked_prefill_size=64, speculative_num_draft_tokens=4), 640),
     ],
 )
-def test_room_is_made_for_the_steps_that_the_server_allows(args: dict[str, int | None], rows: int) -> None:
-    assert engine.rows_of_a_rank(SimpleNamespace(**args)) == rows
+def test_room_is_made_for_the_steps_that_the_server_allows(args: object, rows: int) -> None:
+    assert engine.rows_of_a_rank(engine.limits_of(args)) == rows
+
+
+def test_limits_are_those_that_sglang_resolved_where_it_keeps_them_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.engine()
+    context = ModuleType("sglang.srt.runtime_context")
+    resolved = given(32, chunked_prefill_size=1024, speculative_num_draft_tokens=None)
+    context.get_schedule = context.get_spec = lambda: resolved  # type: ignore[attr-defined]
+    context.get_exec = lambda: SimpleNamespace(graph=resolved)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, context.__name__, context)
+    assert engine.rows_of_a_rank(engine.limits_of(given(chunked_prefill_size=8192))) == 1024
+
+
+@pytest.mark.parametrize("name", ["dp_scatter", "set_dp_buffer_len", "DpPaddingMode"])
+def test_a_layer_without_a_function_that_is_needed_is_left_as_it_is(name: str) -> None:
+    modules = cases.engine()
+    delattr(modules.layer, name)
+    before = cases.names_of(modules)
+    with pytest.raises(ConfigError, match=f"dp_attention of this SGLang has no {name}"):
+        sglang.install()
+    assert cases.names_of(modules) == before
+    sglang.uninstall()
 
 
 def test_settings_come_from_sglangs_variables_and_ours_before_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,6 +126,8 @@ def test_settings_come_from_sglangs_variables_and_ours_before_them(monkeypatch: 
     monkeypatch.setenv("SGLANG_ENABLE_DP_GATHER_FP8", "1")
     chosen = settings.from_environment(max_rows=8)
     assert (chosen.gatherv, chosen.fp8_gather, chosen.max_rows) == (True, True, 8)
+    monkeypatch.delenv("SGLANG_DP_USE_GATHERV")
+    assert not settings.from_environment().fp8_gather, "the wire of the gatherv path, which is off"
     monkeypatch.setenv("SGLANG_USE_ROCM700A", "1")
     assert not settings.from_environment().sum_len_in_graphs.on, "SGLang heeds it on ROCm only"
     monkeypatch.setattr("rocm_dp.rocm.probe", lambda: rocm.RocmVersions(torch_hip="7.2.53211"))

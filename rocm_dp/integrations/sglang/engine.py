@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from rocm_dp.integrations.sglang.settings import Settings
 
 LAYER = "sglang.srt.layers.dp_attention"
+_CONTEXT = "sglang.srt.runtime_context"
 _PARALLEL = "sglang.srt.distributed.parallel_state"
 _PREFILL_ROWS = 16384  # of one dp rank, where SGLang sets no limit
 
@@ -27,25 +30,31 @@ _PREFILL_ROWS = 16384  # of one dp rank, where SGLang sets no limit
 def state_of(layer: ModuleType, server_args: Any, settings: Settings | None) -> DpAttention | None:
     """Make the state from a running SGLang; collective. None when it has one dp rank: then nothing is gathered.
 
+    Its groups are closed by whoever ends it, and here when it can't be made.
+
     ``settings`` None: those of the environment, with room for the steps that ``server_args`` allow.
     """
     layout = layout_of(import_module(_PARALLEL))
     if layout.dp_size == 1:
         return None
     if settings is None:
-        local_rows = rows_of_a_rank(server_args)
+        local_rows = rows_of_a_rank(limits_of(server_args))
         settings = from_environment(max_rows=layout.dp_size * local_rows, max_local_rows=local_rows)
     device = torch.device(layer.get_dp_device())
     groups = groups_of(import_module(_PARALLEL), layout)
-    make_communicators(groups, device)
-    return initialize(
-        layout,
-        groups,
-        device=device,
-        hidden=layer.get_dp_hidden_size(),
-        dtype=layer.get_dp_dtype(),
-        settings=settings,
-    )
+    try:
+        make_communicators(groups, device)
+        return initialize(
+            layout,
+            groups,
+            device=device,
+            hidden=layer.get_dp_hidden_size(),
+            dtype=layer.get_dp_dtype(),
+            settings=settings,
+        )
+    except BaseException:
+        groups.close()
+        raise
 
 
 def layout_of(parallel: ModuleType) -> RankLayout:
@@ -88,9 +97,27 @@ def make_communicators(groups: Groups, device: torch.device) -> None:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def rows_of_a_rank(server_args: Any) -> int:
+def limits_of(server_args: Any) -> SimpleNamespace:
+    """Return the limits of a step as SGLang resolved them: a chunk is divided among the dp ranks, for one.
+
+    0.5.23 leaves ``server_args`` as the user gave them and keeps what it resolved beside them.
+    """
+    schedule = graph = spec = server_args
+    with suppress(ModuleNotFoundError, AttributeError):
+        context = import_module(_CONTEXT)
+        schedule, graph, spec = context.get_schedule(), context.get_exec().graph, context.get_spec()
+    decode = getattr(getattr(graph, "cuda_graph_config", None), "decode", None)
+    return SimpleNamespace(
+        chunk=getattr(schedule, "chunked_prefill_size", None),
+        prefill=getattr(schedule, "max_prefill_tokens", None),
+        captured=getattr(decode, "max_bs", None),
+        draft=getattr(spec, "speculative_num_draft_tokens", None),
+    )
+
+
+def rows_of_a_rank(limits: SimpleNamespace) -> int:
     """Return the most rows that one dp rank brings: a chunk of prefill, or the largest captured batch."""
-    chunk = getattr(server_args, "chunked_prefill_size", None) or 0
+    chunk = limits.chunk or 0
     if chunk < 1:
-        chunk = getattr(server_args, "max_prefill_tokens", None) or _PREFILL_ROWS
-    return int(max(chunk, getattr(server_args, "cuda_graph_max_bs", None) or 1))
+        chunk = limits.prefill or _PREFILL_ROWS
+    return int(max(chunk, (limits.captured or 1) * (limits.draft or 1)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import warnings
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_dp import rocm
-from rocm_dp.errors import ConfigError
+from rocm_dp.errors import ConfigError, TransportRefusedError
 from rocm_dp.integrations.sglang import engine
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ MOVED = (
 TOLD = ("set_dp_buffer_len", "set_local_dp_buffer_len", "set_is_extend_in_batch")
 # Whichever is called last knows the groups and the buffers: releases differ in who makes the buffers.
 MADE_BY = ("initialize_dp_attention", "init_dp_gathered_buffer")
+_NEEDED = (*MOVED[:4], TOLD[0], MADE_BY[0])
 _MARK = "_rocm_dp_installation"
 _NOTE = "_note_dp_gather_in_prefill_graph"
 _DEFAULT_MODE = "get_default_mode_in_cuda_graph"
@@ -42,11 +44,20 @@ class Installation:
         self.layer, self._settings = layer, settings
         self.state: DpAttention | None = None
         self._server_args: Any = None
+        self._initialised = False
         self._swaps: list[tuple[object, object]] = []  # SGLang's function and ours
         self._default_mode_before: object = None
 
     def put(self) -> None:
-        """Replace the functions in SGLang's layer, and wherever else they were imported to."""
+        """Replace the functions in SGLang's layer, and wherever else they were imported to.
+
+        Raises ConfigError, with nothing replaced, for a layer without those that every release has.
+        """
+        modes = getattr(self.layer, "DpPaddingMode", None)
+        missing = [name for name in _NEEDED if not hasattr(self.layer, name)]
+        missing += [] if hasattr(modes, _DEFAULT_MODE) else [f"DpPaddingMode.{_DEFAULT_MODE}"]
+        if missing:
+            raise ConfigError(f"{self.layer.__name__} of this SGLang has no {', '.join(missing)}")
         kinds: tuple[tuple[tuple[str, ...], Callable[..., Any]], ...]
         kinds = ((MOVED, self._moved), (TOLD, self._told), (MADE_BY, self._made))
         for names, make in kinds:
@@ -55,8 +66,7 @@ class Installation:
                 if original is not None:
                     self._swaps.append((original, make(name, original)))
                     _swap(*self._swaps[-1])
-        modes = self.layer.DpPaddingMode
-        self._default_mode_before = modes.__dict__[_DEFAULT_MODE]
+        self._default_mode_before = vars(modes)[_DEFAULT_MODE]
         setattr(modes, _DEFAULT_MODE, classmethod(self._default_mode(getattr(modes, _DEFAULT_MODE))))
         setattr(self.layer, _MARK, self)
 
@@ -69,7 +79,10 @@ class Installation:
         delattr(self.layer, _MARK)
         state, self.state = self.state, None
         if state is not None:
-            state.shutdown()
+            try:
+                state.shutdown()
+            finally:
+                state.exchange.groups.close()
 
     def _moved(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         note = getattr(self.layer, _NOTE, _nothing) if name.startswith("dp_") else _nothing
@@ -80,7 +93,13 @@ class Installation:
             if state is None or self._left_to_engine(state):
                 return original(*args, **kwargs)
             note()
-            return getattr(state, name)(*args, **kwargs)
+            try:
+                return getattr(state, name)(*args, **kwargs)
+            except TransportRefusedError:
+                # Said by every rank before anything travels: SGLang may have an all-reduce that can be captured.
+                if not state.capturing():
+                    raise
+                return original(*args, **kwargs)
 
         return torch.compiler.disable(call)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -89,6 +108,11 @@ class Installation:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.state is not None:
                 getattr(self.state, name)(*args, **kwargs)
+            elif not self._initialised:
+                self._initialised = True
+                warnings.warn(
+                    "SGLang was initialised before install(): rocm_dp moves none of its rows", stacklevel=2
+                )
             return original(*args, **kwargs)
 
         return call
@@ -97,6 +121,7 @@ class Installation:
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
+            self._initialised = True
             if name == MADE_BY[0]:
                 self._server_args = kwargs.get("server_args", args[0] if args else None)
             last = MADE_BY[1] if hasattr(self.layer, MADE_BY[1]) else MADE_BY[0]

@@ -65,9 +65,11 @@ def from_environment(
     if override is None and versions.torch_hip is not None:
         name = _SGLANG_ROCM700
         override = rocm.override_from(os.environ, name)
+    gatherv = bool(rocm.override_from(os.environ, _SGLANG_GATHERV))
     return Settings(
-        gatherv=bool(rocm.override_from(os.environ, _SGLANG_GATHERV)),
-        fp8_gather=bool(rocm.override_from(os.environ, _SGLANG_FP8)),
+        gatherv=gatherv,
+        # In SGLang it is the wire of that path, and alone changes nothing.
+        fp8_gather=gatherv and bool(rocm.override_from(os.environ, _SGLANG_FP8)),
         hybrid_ssm=hybrid_ssm,
         sum_len_in_graphs=rocm.sum_len_in_graphs(versions, override, override_name=name),
         max_rows=max_rows,
