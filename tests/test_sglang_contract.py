@@ -104,6 +104,12 @@ def test_the_functions_that_install_replaces_exist_in_every_release() -> None:
         assert names <= set(RECORDED[release]["functions"]), release
 
 
+def test_what_is_sglangs_own_is_never_replaced() -> None:
+    own = {name for name, home in ELSEWHERE.items() if home == "SGLang's own"}
+    assert len(own) == 7
+    assert not own & {*MOVED, *TOLD, *MADE_BY}
+
+
 def test_the_batches_have_the_fields_that_are_read() -> None:
     read = {"global_num_tokens_gpu", "dp_local_start_pos", "dp_local_num_tokens", "dp_padding_mode"}
     for contract in RECORDED.values():
@@ -135,7 +141,7 @@ def test_the_tests_that_the_table_names_exist() -> None:
     every = "\n".join(sources.values())
     for row in table().values():
         named = re.findall(r"`(test_\w+)`|`(test_\w+\.py)`", row["tests"])
-        assert named or "SGLang's" in row["home"], row["names"]
+        assert named, row["names"]
         for test, file in named:
             assert file in sources if file else f"def {test}(" in every, f"{row['names']}: {test or file}"
 
