@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from rocm_dp import rocm
 from rocm_dp.checks import checked_rows
 from rocm_dp.control import Op
 from rocm_dp.dispatch import Dispatcher
@@ -17,7 +19,8 @@ from rocm_dp.making import CallMaker, Shape
 from rocm_dp.options import ExchangeStats, Options
 from rocm_dp.pending import outside
 from rocm_dp.plan import digest64
-from rocm_dp.routing import Table, Use
+from rocm_dp.platform import environment
+from rocm_dp.routing import NEED_PROOF, Table, Use
 from rocm_dp.tuned import agreed_table
 
 if TYPE_CHECKING:
@@ -242,10 +245,18 @@ class TokenExchange(GroupVerbs):
     ) -> list[TransportVerdict]:
         """Return, for each transport, whether it would carry this plan, and why or why not.
 
-        ``overlap``: by the async verbs, beside computation; ``graph``: in a graph.
+        ``overlap``: by the async verbs, beside computation; ``graph``: in a graph. There, where ROCm needs captured
+        steps padded to SUM_LEN, the transports over torch.distributed say so, why, and what it costs.
         """
         self._dispatch.check_plan(plan)
-        return list(self._dispatch.explain(plan, Use(overlap=overlap, graph=graph)))
+        verdicts = self._dispatch.explain(plan, Use(overlap=overlap, graph=graph))
+        if not graph or not (found := rocm.workaround(environment())).on:
+            return list(verdicts)
+        said = f"SUM_LEN in graphs is {found.text}"
+        return [
+            verdict if verdict.name in NEED_PROOF else replace(verdict, reason=f"{verdict.reason}; {said}")
+            for verdict in verdicts
+        ]
 
     def overlap_verdict(self, plan: TokenPlan | GraphPlan, *, graph: bool = False) -> OverlapVerdict:
         """Return whether a whole step of ``plan`` is faster as two halves that take turns, and why or why not.

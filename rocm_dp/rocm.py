@@ -60,6 +60,11 @@ class Workaround:
     on: bool
     reason: str
 
+    @property
+    def text(self) -> str:
+        """What a person should read: whether it is on, why, and what it costs."""
+        return f"on, {self.reason}: {COST}" if self.on else f"off, {self.reason}"
+
 
 def probe(info_file: Path = _INFO_FILE) -> RocmVersions:
     """Return what this process and this machine say; nothing on a build of torch without HIP."""
@@ -87,17 +92,9 @@ def sum_len_in_graphs(
     return Workaround(override, f"{override_name}={int(override)}; without it {alone}: {found.reason}")
 
 
-def described(versions: RocmVersions, workaround: Workaround) -> list[str]:
-    """Return what a person should read of both, a line each."""
-    known = [
-        ("HIP runtime", _text(hip_of(versions.runtime)) if versions.runtime else None),
-        ("torch.version.hip", versions.torch_hip),
-        ("ROCm info file", versions.release),
-    ]
-    state = "on" if workaround.on else "off"
-    lines = [f"{name}: {value or 'unknown'}" for name, value in known]
-    lines.append(f"SUM_LEN in graphs: {state} ({workaround.reason})")
-    return [*lines, f"what it costs: {COST}"] if workaround.on else lines
+def workaround(variables: Mapping[str, str]) -> Workaround:
+    """Say it of this process and machine; ``variables`` may override it."""
+    return sum_len_in_graphs(probe(), override_from(variables))
 
 
 def override_from(environment: Mapping[str, str], name: str = OVERRIDE) -> bool | None:

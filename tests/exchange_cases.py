@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import torch
 
-from rocm_dp import Groups, Options, PaddingMode, Phase, RankLayout, TokenExchange, TokenPlan, reference
+from rocm_dp import Groups, Options, PaddingMode, Phase, RankLayout, TokenExchange, TokenPlan, reference, rocm
 from rocm_dp.testing import rank_device
 
 if TYPE_CHECKING:
@@ -164,3 +165,18 @@ def every_verb(rank: int, grid: Grid, cases: Sequence[Case]) -> int:
         for case in cases:
             check_case(exchange, grid, case)
     return len(cases)
+
+
+def explained_in_graphs(rank: int) -> None:
+    """On ROCm 7.0 torch's collectives say what a capture of them needs; the others and eager calls don't."""
+    bad = rocm.RocmVersions(runtime=70051831, torch_hip="7.0.51831")
+    plan = TokenPlan((2, 2), PaddingMode.MAX_LEN)
+    with an_exchange(rank, Grid(2, 2)) as exchange:
+        calm = [verdict.reason for verdict in exchange.explain(plan)]
+        assert [verdict.reason for verdict in exchange.explain(plan, graph=True)] == calm, "this is not ROCm"
+        with patch.object(rocm, "probe", lambda: bad):
+            assert [verdict.reason for verdict in exchange.explain(plan)] == calm
+            told = {verdict.name for verdict in exchange.explain(plan, graph=True) if rocm.COST in verdict.reason}
+            assert told == {"all_gather", "all_gather_v", "all_reduce"}
+            [chosen] = [verdict for verdict in exchange.explain(plan, graph=True) if verdict.chosen]
+            assert "; SUM_LEN in graphs is on, the HIP runtime says 7.0.51831, in [7.0.0," in chosen.reason

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import exchange_cases
 import pytest
 import torch
 
 from rocm_dp import PaddingMode, Phase, choose_padding, rocm
 from rocm_dp.errors import ConfigError
 from rocm_dp.rocm import RocmVersions, Workaround, override_from, sum_len_in_graphs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rocm_dp.testing import RankPool
 
 RECORDED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "fixtures" / "rocm_versions.json").read_text("utf-8")
@@ -73,17 +79,16 @@ def test_the_override_is_0_or_1_and_nothing_else() -> None:
 
 
 def test_a_person_reads_that_it_is_on_why_and_what_it_costs() -> None:
-    said = versions("7.2.0", *WITNESSES)
-    lines = rocm.described(said, sum_len_in_graphs(said))
-    assert lines[:4] == [
-        "HIP runtime: 7.2.26015",
-        "torch.version.hip: 7.2.26015-fc0010cf6a",
-        "ROCm info file: 7.2.0",
-        "SUM_LEN in graphs: on (the HIP runtime says 7.2.26015, in [7.0.0, 7.2.53211))",
-    ]
-    assert lines[4:] == [f"what it costs: {rocm.COST}"]
-    fixed = versions("7.2.4", *WITNESSES)
-    assert not any("costs" in line for line in rocm.described(fixed, sum_len_in_graphs(fixed)))
+    found = sum_len_in_graphs(versions("7.2.0", *WITNESSES))
+    assert found.text == f"on, the HIP runtime says 7.2.26015, in [7.0.0, 7.2.53211): {rocm.COST}"
+    fixed = sum_len_in_graphs(versions("7.2.4", *WITNESSES))
+    assert fixed.text == "off, the HIP runtime says 7.2.53211, not before 7.2.53211"
+
+
+def test_explain_says_it_of_a_graph_and_of_torchs_collectives_alone(
+    ranks: Callable[[int], RankPool],
+) -> None:
+    ranks(2).run(exchange_cases.explained_in_graphs)
 
 
 def test_the_decision_reaches_the_padding_of_a_captured_step() -> None:

@@ -84,8 +84,7 @@ def _workaround() -> str:
     from rocm_dp import rocm
     from rocm_dp.platform import environment
 
-    found = rocm.sum_len_in_graphs(rocm.probe(), rocm.override_from(environment()))
-    return f"on, {found.reason}: {rocm.COST}" if found.on else f"off, {found.reason}"
+    return rocm.workaround(environment()).text
 
 
 def _render(facts: dict[str, str], explained: Sequence[Explained]) -> RenderableType:
