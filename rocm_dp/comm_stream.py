@@ -61,6 +61,9 @@ class SideStream(Protocol):
     def inline(self, work: Work, *, raw: bool, records: int = 0) -> None:
         """Run ``work`` on the caller's stream, after every launch so far."""
 
+    def ordered(self) -> torch.cuda.Stream | None:
+        """Return the caller's stream, ordered after every call so far, not in a capture; None on the CPU."""
+
     def settled(self) -> int | None:
         """Return the raw handle of the caller's stream if it is behind every launch already, else None."""
 
@@ -100,6 +103,10 @@ class InlineStream:
     def inline(self, work: Work, *, raw: bool, records: int = 0) -> None:  # noqa: ARG002 - the protocol's
         """Run ``work``."""
         work(0)
+
+    def ordered(self) -> torch.cuda.Stream | None:
+        """Return None: the work is done."""
+        return None
 
     def settled(self) -> int | None:
         """Return 0: the work is done."""
@@ -188,14 +195,15 @@ class CommStream:
             return
         with self._on_device():
             capturing = torch.cuda.is_current_stream_capturing()
-            current = self._current(capturing=capturing)
-            last, self._last = self._last, None
-            # What was captured is no event outside the graph, and the other way round.
-            if last is not None and last[1] == capturing:
-                last[0].wait(current)
+            current = self._behind_all(capturing=capturing)
             work(current.cuda_stream)
             if not capturing:
                 self._note((_OWN_RECORDS if raw else RECORDS_PER_CALL) + records, current)
+
+    def ordered(self) -> torch.cuda.Stream | None:
+        """Return the caller's stream, ordered after every call so far; not in a capture."""
+        with self._on_device():
+            return self._behind_all(capturing=False)
 
     def settled(self) -> int | None:
         """Return the raw handle of the caller's stream if it is behind every launch already, else None.
@@ -240,6 +248,15 @@ class CommStream:
         if self._caller is not None and torch._C._cuda_getCurrentRawStream(self._index) == self._handle:
             return self._caller, True
         return torch.cuda.current_stream(self._device), False
+
+    def _behind_all(self, *, capturing: bool) -> torch.cuda.Stream:
+        """Return the caller's stream, ordered after the last caller's and after the last launch."""
+        current = self._current(capturing=capturing)
+        last, self._last = self._last, None
+        # What was captured is no event outside the graph, and the other way round.
+        if last is not None and last[1] == capturing:
+            last[0].wait(current)
+        return current
 
     def _current(self, *, capturing: bool) -> torch.cuda.Stream:
         """Return the caller's stream, ordered after the last caller's if that was another one."""

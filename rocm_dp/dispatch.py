@@ -66,7 +66,7 @@ class Dispatcher:
         except BaseException:
             self._detach()
             raise
-        self.slots = SlotPool(device, self._side.events)
+        self.slots = SlotPool(device, self._side.events, self._side.ordered)
         self._calls: Counter[str] = Counter()
         self._closed, self._told = "", False
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,9 @@ from test_exchange import cases_for
 from test_peer_exchange import lose_rank_1
 
 from rocm_dp import Options
+from rocm_dp.comm_stream import CommStream
 from rocm_dp.measured import Measured, MeasuredTable
+from rocm_dp.memory.slots import SlotPool
 from rocm_dp.testing import RankPool, run_ranks
 from rocm_dp.tuned import save
 
@@ -261,6 +264,24 @@ def test_a_caller_is_ordered_after_the_last_one_on_another_stream(pair: RankPool
 
 def test_without_the_order_of_callers_calls_cross(pair: RankPool) -> None:
     assert sum(pair.run(cases.callers_that_never_wait, PAIR, 20, "callers")) > 0
+
+
+def test_a_buffer_outgrown_on_another_stream_is_kept_until_the_earlier_caller_is_done() -> None:
+    device = torch.device("cuda", 0)
+    side = CommStream(device, Options())
+    pool = SlotPool(device, side.events, side.ordered)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(streams[0]):
+        old = weakref.ref(pool.take("gather", 0, 100).buffer)
+        side.inline(lambda _: cases.sleep(cases.SLEEP * 100), raw=True)
+    with torch.cuda.stream(streams[1]):
+        for nbytes in (1000, 1):
+            pool.take("gather", 0, nbytes)
+        assert old() is not None
+        streams[0].synchronize()
+        streams[1].synchronize()
+        pool.take("gather", 0, 1)
+        assert old() is None
 
 
 def test_an_error_with_a_call_in_flight_comes_through_though_the_other_rank_never_comes() -> None:

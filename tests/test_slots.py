@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from rocm_dp.errors import CapacityError, EventPoolExhausted, SlotBusyError
 from rocm_dp.memory.events import EventPool, InlineEvent
 from rocm_dp.memory.slots import Slot, SlotPool
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 ANY = settings(max_examples=60, deadline=None)
 DTYPES = [torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.bool, torch.uint8, torch.int64]
 
@@ -24,21 +28,20 @@ class DeviceEvent(InlineEvent):
 
     def __init__(self) -> None:
         self.passed = False
-        self.calls: list[str] = []
+        self.recorded: list[torch.cuda.Stream | None] = []
 
-    def record(self, stream: torch.cuda.Stream | None = None) -> None:  # noqa: ARG002 - the protocol
-        self.calls.append("record")
-
-    def wait(self, stream: torch.cuda.Stream | None = None) -> None:  # noqa: ARG002
-        self.calls.append("wait")
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        self.recorded.append(stream)
 
     def query(self) -> bool:
         return self.passed
 
 
-def make_pool(*, cap: int = 64) -> tuple[SlotPool, EventPool]:
+def make_pool(
+    *, cap: int = 64, ordered: Callable[[], torch.cuda.Stream | None] = lambda: None
+) -> tuple[SlotPool, EventPool]:
     events = EventPool(DeviceEvent, cap=cap)
-    return SlotPool(torch.device("cpu"), events), events
+    return SlotPool(torch.device("cpu"), events, ordered), events
 
 
 def guard_of(events: EventPool) -> DeviceEvent:
@@ -220,16 +223,13 @@ def test_outgrown_buffers_are_kept_until_the_device_has_come_to_the_last_growth(
     assert pool.nbytes == 10_000 + 100_000
 
 
-def test_a_later_growth_is_ordered_after_the_earlier_ones_on_whatever_stream_they_were() -> None:
-    pool, events = make_pool()
-    pool.take("gather", 0, 1)
-    pool.take("gather", 0, 10)
-    assert guard_of(events).calls == ["record"]
-    pool.take("gather", 0, 100)
-    assert guard_of(events).calls == ["record", "wait", "record"]
-    guard_of(events).passed = True
-    pool.take("gather", 0, 1000)
-    assert guard_of(events).calls == ["record", "wait", "record", "record"]
+def test_outgrown_buffers_are_kept_behind_the_calls_of_every_stream() -> None:
+    streams = [cast("torch.cuda.Stream", object()) for _ in range(2)]
+    behind_all = iter(streams)
+    pool, events = make_pool(ordered=lambda: next(behind_all))
+    for nbytes in (0, 1, 10, 100):  # the first buffer has no bytes that could be in use
+        pool.take("gather", 0, nbytes)
+    assert guard_of(events).recorded == streams
 
 
 @pytest.mark.parametrize("passed", [False, True])

@@ -9,6 +9,8 @@ import torch
 from rocm_dp.errors import CapacityError, SlotBusyError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rocm_dp.memory.events import Event, EventPool
 
 _GROWTH = 1.5  # so that slowly rising counts grow a buffer a few times, not at every new maximum
@@ -55,10 +57,15 @@ class Slot:
 
 
 class SlotPool:
-    """Makes slots on first use and grows them when allowed; nothing is allocated after warm-up."""
+    """Makes slots on first use and grows them when allowed; nothing is allocated after warm-up.
 
-    def __init__(self, device: torch.device, events: EventPool) -> None:
-        self._device, self._events = device, events
+    ``ordered``: returns the caller's stream, ordered after every call so far (None on the CPU).
+    """
+
+    def __init__(
+        self, device: torch.device, events: EventPool, ordered: Callable[[], torch.cuda.Stream | None]
+    ) -> None:
+        self._device, self._events, self._ordered = device, events, ordered
         self._slots: dict[tuple[str, int], Slot] = {}
         # One event for all outgrown buffers: with one for each, timing would decide how many there are.
         self._outgrown: list[torch.Tensor] = []
@@ -147,11 +154,9 @@ class SlotPool:
         buffer = self._allocate(nbytes)
         if self._left is None:
             self._left = self._events.take("buffers outgrown")
-        # The device may still use the old buffer: keep it until it has come to here. The current stream is behind
-        # the comm stream's last use of it, since that was waited for; and behind those of the buffers before.
-        if self._outgrown:
-            self._left.wait()
-        self._left.record()
+        # The device may still use the old buffer, on the comm stream or on that of an earlier caller: keep it until
+        # it has come to here, which is behind all of them, and behind the growths before.
+        self._left.record(self._ordered())
         self._outgrown.append(slot.buffer)
         slot.buffer = buffer
         self.growths += 1
