@@ -139,9 +139,11 @@ class Dispatcher:
         verb, batch = key
         self.slots.check_free(verb, batch)
         if self._options.confirm_calls:
-            names = {"verb": digest64(verb.encode()), "transport": digest64(transport.encode())}
-            fields = {**names, "digest": plan.digest, "batch": batch, "partial": partial, "async": overlap}
-            shown = {"verb": verb, "transport": transport, "digest": plan}
+            # Beside computation the same transport may launch another grid.
+            called = f"{verb}, async" if overlap else verb
+            names = {"verb": digest64(called.encode()), "transport": digest64(transport.encode())}
+            fields = {**names, "digest": plan.digest, "batch": batch, "partial": partial}
+            shown = {"verb": called, "transport": transport, "digest": plan}
             self._groups.control.call_equal(op, fields, shown=shown)
 
     def note_capture(self) -> None:

@@ -56,8 +56,10 @@ class TokenExchange(GroupVerbs):
     Over peer memory a kernel gives up after ``Options.timeout``, its result reads NaN where rows did not come,
     and the next call or ``close`` raises PeerTimeoutError.
 
-    Exchanges on the same groups share one comm stream, so their calls must come in one order on every rank. In code
-    that torch.compile compiles, the verbs cut a region: new counts compile nothing anew.
+    Exchanges on the same groups share one comm stream, so their calls must come in one order on every rank. Each is
+    made by the same verb on all of them: where one calls ``gather`` and another ``gather_async``, results lack
+    rows, and the second is not told (``Options.confirm_calls`` names it). In code that torch.compile compiles, the
+    verbs cut a region: new counts compile nothing anew.
     """
 
     def __init__(

@@ -144,8 +144,8 @@ class KeptCalls:
         if use.graph:
             self._dispatch.note_capture()
         name = self._dispatch.route(asked.plan, use)
-        where, partial, overlap = (asked.verb, asked.batch), asked.partial, asked.overlap
-        self._dispatch.confirm(asked.op, where, asked.plan, name, partial=partial, overlap=overlap)
+        slot = (asked.verb, asked.batch)
+        self._dispatch.confirm(asked.op, slot, asked.plan, name, partial=asked.partial, overlap=asked.overlap)
         if call is None or call.stale:
             if len(self._calls) >= _KEPT:
                 self.forget()

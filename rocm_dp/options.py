@@ -24,10 +24,10 @@ class Options:
     event pool. ``max_in_flight``: how many event records the host may run ahead of the device, those of
     torch.distributed counted in. ``timeout``: seconds that the host waits for the device, and a kernel for its
     peers, before a rank is taken for lost. These three are those of the comm stream, so exchanges on the same
-    groups must have them alike. ``confirm_calls``: before each gather, gather_many and combine compare verb,
-    batch and plan over the control plane, so that ranks that diverge get a named error in place of a hang (a
-    round trip on the CPU for each call: for tests and validation). ``poison``: fill each returned buffer with
-    0xFF (NaN in every float dtype) before it is written.
+    groups must have them alike. ``confirm_calls``: before each gather, gather_many and combine compare verb (with
+    or without async), batch and plan over the control plane, so that ranks that diverge get a named error in place
+    of a hang or of wrong rows (a round trip on the CPU for each call: for tests and validation). ``poison``: fill
+    each returned buffer with 0xFF (NaN in every float dtype) before it is written.
 
     Raises ConfigError for values out of range.
     """

@@ -140,12 +140,13 @@ def one_call_more(rank: int) -> tuple[str, str, dict[int, object], float]:
         return outcome(lambda: exchange.gather(local, plan))
 
 
-def one_rank_async(rank: int) -> tuple[str, str, dict[int, object], float]:
-    """Rank 1 gathers on the comm stream: by other blocks, or by another transport."""
+def one_rank_by_the_async_verb(rank: int, verb: str) -> tuple[str, str, dict[int, object], float]:
+    """Rank 1 makes the same call beside computation, over peer memory with a grid of its own."""
     plan = TokenPlan((1, 2), PaddingMode.SUM_LEN)
     with an_exchange(rank, Grid(2, 2), confirm_calls=True) as exchange:
-        local = torch.zeros(rank + 1, H, dtype=torch.bfloat16)
-        return outcome(lambda: (exchange.gather_async if rank else exchange.gather)(local, plan))
+        call = getattr(exchange, verb if rank == 0 else f"{verb}_async")
+        rows = torch.zeros(plan.rows if verb == "combine" else rank + 1, H, dtype=torch.bfloat16)
+        return outcome(lambda: call([rows] if verb == "gather_many" else rows, plan))
 
 
 def make_exchange(rank: int, settings: list[dict[str, object]]) -> tuple[str, str, dict[int, object], float]:

@@ -462,7 +462,8 @@ def many_and_few_blocks(rank: int, grid: Grid, steps: int, times: int) -> tuple[
     ):
         for _ in range(steps):
             plan = TokenPlan(tuple(times * n for n in random_counts(grid, generator)), PaddingMode.SUM_LEN)
-            mine = numbers(plan.counts[exchange.layout.dp_rank], H, torch.float32, seed=rank).to(exchange.device)
+            own = exchange.layout.dp_rank
+            mine = numbers(plan.counts[own], H, torch.float32, seed=own).to(exchange.device)
             addends = numbers(plan.rows, H, torch.float32, seed=rank).to(exchange.device)
             gathered, combined = exchange.gather(mine, plan).clone(), exchange.combine(addends, plan).clone()
             kind = "async"

@@ -120,11 +120,12 @@ def test_one_call_more_on_one_rank_is_named(ranks: Ranks) -> None:
         assert values == {0: "combine", 1: "gather"}
 
 
-def test_a_call_that_one_rank_makes_async_is_named(ranks: Ranks) -> None:
-    for kind, said, values, _ in ranks(2).run(cases.one_rank_async):
+@pytest.mark.parametrize("verb", ["gather", "combine", "gather_many"])
+def test_the_async_verb_on_one_rank_alone_is_named(ranks: Ranks, verb: str) -> None:
+    for kind, text, values, _ in ranks(2).run(cases.one_rank_by_the_async_verb, verb):
         assert kind == "RankMismatchError"
-        assert "async in gather" in said
-        assert values == {0: 0, 1: 1}
+        assert "verb" in text
+        assert values[1] == f"{values[0]}, async"
 
 
 @pytest.mark.parametrize(

@@ -94,8 +94,11 @@ def test_copies_and_kernels_take_turns_on_one_channel_and_give_the_same_bits(
         assert calls == {f"{name}.{verb}": 4 for name in ("peer", "copy_engine") for verb in ("gather", "combine")}
 
 
-def test_async_calls_take_fewer_blocks_and_take_turns_with_others_on_one_channel(interpreted: Ranks) -> None:
-    for wrong, most, beside in interpreted(2).run(cases.many_and_few_blocks, PAIR, 8, 4):
+@pytest.mark.parametrize("grid", [Grid(2, 2), pytest.param(Grid(4, 2), marks=pytest.mark.soak)], ids=str)
+def test_async_calls_take_fewer_blocks_and_take_turns_with_others_on_one_channel(
+    interpreted: Ranks, grid: Grid
+) -> None:
+    for wrong, most, beside in interpreted(grid.world).run(cases.many_and_few_blocks, grid, 8, 4):
         assert wrong == 0
         assert beside < most
 
