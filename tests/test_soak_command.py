@@ -104,7 +104,7 @@ def test_the_page_shows_the_verdict_first_and_asks_nothing_of_any_other_place(
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 _QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
-_NONE = "not an origin"
+_NO_ORIGIN = "not an origin"  # of what the browser itself asks for, the time and the like
 _LOOK = """<script>addEventListener("load", () => {
     const verdict = document.querySelector("p.verdict").getBoundingClientRect(), images = [...document.images];
     const drawn = images.filter(image => image.complete && image.naturalWidth).length;
@@ -124,10 +124,7 @@ def opened(text: str, folder: Path) -> tuple[dict[str, float], list[str]]:
     title = re.search("<title>(.*?)</title>", dom)
     assert title is not None, dom[:500]
     events = [event.get("params", {}) for event in json.loads((folder / "net.json").read_text())["events"]]
-    # The browser itself asks too, for the time and the like; that has no origin.
-    asked = [
-        one["url"] for one in events if "url" in one and one.get("initiator", "not an origin") != "not an origin"
-    ]
+    asked = [one["url"] for one in events if "url" in one and one.get("initiator", _NO_ORIGIN) != _NO_ORIGIN]
     return json.loads(unescape(title[1])), asked
 
 

@@ -9,8 +9,8 @@ from rocm_dp.soak.sample import AbsentError
 ONE_ARENA = {"MALLOC_ARENA_MAX": "1"}
 """The environment of ranks in which ``rss`` tells of leaks alone.
 
-Threads of gloo free what others allocate. With an arena for each, those fall to pieces for hours: 3 MB in 150,000
-all_gathers of torch alone, with ``heap.used`` flat.
+Threads of gloo free what others allocate. With an arena for each, those fall to pieces for hours while
+``heap.used`` is flat: see docs/soak.md.
 """
 _FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 
