@@ -12,9 +12,10 @@ that were missing, then the addresses of every rank's buffer and of its pad.
 **Epochs.** A call's epochs follow the channel's. All of its blocks read that one, and the last block to come behind
 its part advances it, so a replayed graph goes on counting. Of int64 it never wraps.
 
-**One flag for each lane and peer.** Block b of rank r, having written its part to every peer, stores the epoch and
-its slot into place (b, r) of each peer's pad (release) and waits until all places of its own lane have reached it
-(acquire). A peer that is in the same epoch with the other slot made other calls: it counts as missing.
+**One flag for each lane and peer.** Block b of rank r, having written its part to every peer, stores the epoch, its
+slot and how many blocks there are into place (b, r) of each peer's pad (release) and waits until all places of its
+own lane have reached it (acquire). A peer that is in the same epoch with another slot or other blocks made another
+call: it counts as missing. One that is an epoch ahead has seen this rank's flag before that, and told.
 Equal blocks of all ranks wait for each other only, and blocks start in order, so a grid larger than the device
 advances too.
 
@@ -39,6 +40,7 @@ import triton
 import triton.language as tl
 
 HEAD = tl.constexpr(5)  # words of a channel before its addresses
+SPAN = tl.constexpr(512)  # flags of an epoch: twice the blocks that there may be, and the slot
 GONE = tl.constexpr(2**62)  # above the flag of any epoch
 
 
@@ -111,9 +113,15 @@ def flags_of(channel, who, W: tl.constexpr, W_POW2: tl.constexpr, R: tl.constexp
 
 
 @triton.jit
+def flag_of(epoch, slot):
+    """The flag of a call: what it is must be equal on all ranks."""
+    return epoch * SPAN + tl.num_programs(0).to(tl.int64) * 2 + slot
+
+
+@triton.jit
 def arrive(theirs, who, epoch, slot, W: tl.constexpr, W_POW2: tl.constexpr):
     """Tell all peers that this block's part of ``epoch``, in ``slot``, is with them."""
-    flag = epoch * 2 + slot
+    flag = flag_of(epoch, slot)
     tl.debug_barrier()
     if W == 2:
         tl.atomic_xchg(theirs, flag, sem="release", scope="sys")
@@ -131,13 +139,13 @@ def wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
     of those to name: if a rank is gone, nobody waits longer for the others, who are not to blame.
     """
     first, rank = who
-    least, none = epoch * 2, epoch * 0
+    least, same, none = epoch * SPAN, flag_of(epoch, slot), epoch * 0
     if W == 2:
         seen = tl.atomic_add(mine, none, sem="acquire", scope="sys")
         while (seen < least) & (looks > 0):
             seen = tl.atomic_add(mine, none, sem="acquire", scope="sys")
             looks -= 1
-        astray = (seen < least) | (seen == least + (1 - slot)) | (seen >= GONE)
+        astray = ((seen < least + SPAN) & (seen != same)) | (seen >= GONE)
         missing = tl.where(astray, (none + 1) << (2 * first + 1 - rank), 0)
         gone = none
     else:
@@ -150,7 +158,7 @@ def wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
             looks -= 1
         tl.atomic_add(mine, tl.zeros([W_POW2], tl.int64), mask=others, sem="acquire", scope="sys")
         bit = (tl.zeros([W_POW2], tl.int64) + 1) << (first + each)
-        astray = (seen < least) | (seen == least + (1 - slot)) | (seen >= GONE)
+        astray = ((seen < least + SPAN) & (seen != same)) | (seen >= GONE)
         missing = tl.sum(tl.where(others & astray, bit, 0))
         gone = tl.sum(tl.where(others & (seen >= GONE), bit, 0))
     tl.debug_barrier()

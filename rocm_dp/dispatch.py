@@ -305,7 +305,8 @@ class Dispatcher:
         self._let_go()
         ranks = ", ".join(map(str, missing)) or "some rank"
         call = f"{verb} of batch {batch} (epoch {epoch})"
-        text = f"{call}: rank {ranks} gave up, or did not come in {self._options.timeout:g} s; {lost}"
+        what = f"gave up, made another call, or did not come in {self._options.timeout:g} s"
+        text = f"{call}: rank {ranks} {what}; {lost}"
         return PeerTimeoutError(text, verb=verb, batch=batch, epoch=epoch, missing=missing)
 
 

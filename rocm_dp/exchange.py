@@ -57,8 +57,7 @@ class TokenExchange(GroupVerbs):
     and the next call or ``close`` raises PeerTimeoutError.
 
     Exchanges on the same groups share one comm stream, so their calls must come in one order on every rank. Each is
-    made by the same verb on all of them: where one calls ``gather`` and another ``gather_async``, results lack
-    rows, and the second is not told (``Options.confirm_calls`` names it). In code that torch.compile compiles, the
+    made by the same verb on all of them, ``gather`` or ``gather_async``. In code that torch.compile compiles, the
     verbs cut a region: new counts compile nothing anew.
     """
 

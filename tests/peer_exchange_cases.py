@@ -25,6 +25,7 @@ from rocm_dp.errors import (
     CapacityError,
     ConfigError,
     PeerRefusedError,
+    PeerTimeoutError,
     RankMismatchError,
     RocmDpError,
     TensorError,
@@ -472,6 +473,24 @@ def many_and_few_blocks(rank: int, grid: Grid, steps: int, times: int) -> tuple[
                 wrong += not reference.same_bits(exchange.combine_async(addends, plan).wait().cpu(), combined.cpu())
             kind = "sync"
         return wrong, most["sync"], most["async"]
+
+
+def one_rank_by_the_async_verb(rank: int, grid: Grid, transport: str | None, verb: str) -> tuple[str, float, int]:
+    """Rank 1 makes the call beside computation, so with other blocks or by copies: what each rank is told, after
+    how long, and how many of its elements are neither right nor NaN.
+    """
+    plan = TokenPlan((MOST,) * grid.dp, PaddingMode.SUM_LEN)
+    ones, start, wrong = torch.ones(MOST if verb == "gather" else plan.rows, H), time.monotonic(), 0
+    with patch.object(peer, "_LEAST_BLOCKS", 1):
+        try:
+            with over_peers(rank, grid, transport=transport, timeout=20.0) as exchange:
+                call = getattr(exchange, f"{verb}_async" if rank else verb)
+                got = call(ones.to(exchange.device), plan)
+                got = got.wait() if rank else got
+                wrong = int(((got != (1 if verb == "gather" else grid.world)) & ~got.isnan()).sum())
+        except PeerTimeoutError as error:
+            return str(error), time.monotonic() - start, wrong
+    return "nothing", time.monotonic() - start, wrong
 
 
 def kernels_of_a_copied_gather(rank: int, grid: Grid) -> tuple[list[str], list[str]]:

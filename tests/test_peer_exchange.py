@@ -103,6 +103,18 @@ def test_async_calls_take_fewer_blocks_and_take_turns_with_others_on_one_channel
         assert beside < most
 
 
+@pytest.mark.parametrize("verb", ["gather", "combine"])
+@pytest.mark.parametrize("transport", ["peer", None])
+def test_the_async_verb_on_one_rank_alone_is_told_to_all_and_no_row_is_wrong_in_silence(
+    interpreted: Ranks, transport: str | None, verb: str
+) -> None:
+    told = interpreted(2).run(cases.one_rank_by_the_async_verb, PAIR, transport, verb)
+    for rank, (said, seconds, wrong) in enumerate(told):
+        assert f"rank {1 - rank} gave up, made another call" in said
+        assert seconds < 15  # of the 20 that a wait may take
+        assert wrong == 0
+
+
 def test_a_slot_is_opened_ahead_of_copies_once_graphs_may_be_replayed_between_calls(interpreted: Ranks) -> None:
     for before, after in interpreted(2).run(cases.kernels_of_a_copied_gather, PAIR):
         assert before == ["meet"]
@@ -120,7 +132,7 @@ def test_a_rank_that_gives_up_lets_nobody_wait(interpreted: Ranks, transport: st
     assert first.spoilt
     assert first.seconds < 30  # of the 60 that a wait may take
     assert "PeerTimeoutError: gather of batch 0" in first.said
-    assert "rank 1 gave up, or did not come in 60 s" in first.said
+    assert "rank 1 gave up, made another call, or did not come in 60 s" in first.said
     assert "rank 1: ValueError: half a batch was lost" in first.said
     assert other.said == "ClosedError: these groups can't be used after: ValueError: half a batch was lost"
 
@@ -187,7 +199,7 @@ def test_a_lost_rank_is_named_to_the_others_within_the_bound_and_nothing_hangs(h
         assert one["error"] == "PeerTimeoutError"
         assert one["missing"] == [1]
         assert one["call"] in (["gather", 0], ["combine", 0])
-        assert "rank 1 gave up, or did not come in 1 s" in one["said"]
+        assert "rank 1 gave up, made another call, or did not come in 1 s" in one["said"]
         assert "can't be used after" in one["after"]
         # By the looks of an interpreter that shares two cores, and the moments in which ranks tell what they did.
         assert one["seconds"] < 30
