@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rocm_dp import routing
 from rocm_dp.calls import PeerCall
 from rocm_dp.comm_stream import side_stream
 from rocm_dp.control import Op
-from rocm_dp.errors import CapacityError, ClosedError, ConfigError, PeerRefusedError, PeerTimeoutError
-from rocm_dp.graphs import GraphPlan
+from rocm_dp.errors import ClosedError, ConfigError, PeerRefusedError, PeerTimeoutError
 from rocm_dp.kernels.launch import on_device
 from rocm_dp.memory.channels import Late
 from rocm_dp.memory.events import wait_for
@@ -23,6 +21,7 @@ from rocm_dp.over_memory import copy_lanes, facts_here, open_memory
 from rocm_dp.pending import Pending
 from rocm_dp.plan import digest64
 from rocm_dp.quick import quick_async_way, quick_way
+from rocm_dp.router import Router
 from rocm_dp.transports.collectives import CollectiveFailedError
 
 if TYPE_CHECKING:
@@ -30,9 +29,11 @@ if TYPE_CHECKING:
 
     from rocm_dp.calls import Call
     from rocm_dp.comm_stream import SideStream
+    from rocm_dp.graphs import GraphPlan
     from rocm_dp.groups import Groups
     from rocm_dp.options import Options
     from rocm_dp.plan import TokenPlan
+    from rocm_dp.routing import Table
 
 T = TypeVar("T")
 
@@ -40,10 +41,10 @@ _GRACE_S = 5.0  # what is merely under way when an error passes is done long bef
 
 
 class Dispatcher:
-    """Owns the slots and channels of one exchange; routes and runs its calls on the side stream of its groups.
+    """Owns the slots and channels of one exchange and runs its calls on the side stream of its groups.
 
-    ``most``: rows of the global buffer and of one dp rank in it, at most (None: any). ``over_memory``: what makes
-    launches over peer memory, where there is any.
+    ``most``: rows of the global buffer and of one dp rank in it, at most (None: any). ``router``: what can be
+    carried, and how; ``over_memory``: what makes launches over peer memory, where there is any.
     """
 
     def __init__(
@@ -52,20 +53,19 @@ class Dispatcher:
         options: Options,
         device: torch.device,
         most: tuple[int | None, int | None],
-        table: routing.Table,
+        table: Table,
     ) -> None:
         self._groups, self._options, self._device = groups, options, device
-        self._max_rows, self._max_local_rows = most
-        self._table = table
         self._side = _attach(groups, device, options)
         try:
             with on_device(device):
                 lanes = copy_lanes(self._side, groups.layout.world_size)
-                self._facts = facts_here(groups, device, lanes, table, options.peer_memory)
-                self._channels, self.over_memory = open_memory(groups, device, lanes, self._facts, options, most)
+                facts = facts_here(groups, device, lanes, table, options.peer_memory)
+                self._channels, self.over_memory = open_memory(groups, device, lanes, facts, options, most)
         except BaseException:
             self._detach()
             raise
+        self.router = Router(groups.layout.dp_size, device, *most, facts, table)
         self.slots = SlotPool(device, self._side.events, self._side.ordered)
         self._calls: Counter[str] = Counter()
         self._closed, self._told = "", False
@@ -84,46 +84,12 @@ class Dispatcher:
     def check_plan(self, plan: TokenPlan | GraphPlan) -> None:
         """Raise ConfigError or CapacityError, the same on every rank, unless ``plan`` can be carried here."""
         self.check_open()
-        dp_size = self._groups.layout.dp_size
-        if isinstance(plan, GraphPlan):
-            ranks, most = plan.counts.numel(), plan.per_rank_capacity
-            if plan.counts.device != self._device:
-                raise ConfigError(
-                    f"the plan's counts are on {plan.counts.device}, the exchange is on {self._device}"
-                )
-        else:
-            ranks, most = len(plan.counts), max(plan.sizes)
-        if ranks != dp_size:
-            raise ConfigError(f"the plan has counts for {ranks} dp ranks, the layout has {dp_size}")
-        if self._max_rows is not None and plan.rows > self._max_rows:
-            raise CapacityError(f"the plan needs {plan.rows} rows, max_rows is {self._max_rows}")
-        if self._max_local_rows is not None and most > self._max_local_rows:
-            raise CapacityError(f"a dp rank needs {most} rows, max_local_rows is {self._max_local_rows}")
-
-    def explain(
-        self, plan: TokenPlan | GraphPlan, use: routing.Use = routing.SERIAL
-    ) -> tuple[routing.TransportVerdict, ...]:
-        """Return every transport's verdict on ``plan``."""
-        return routing.choose(plan, self._facts, self._table, use)
-
-    def route(self, plan: TokenPlan | GraphPlan, use: routing.Use = routing.SERIAL) -> str:
-        """Return the transport for ``plan``; raise TransportRefusedError with every reason when none can."""
-        return routing.chosen_name(self.explain(plan, use))
-
-    def overlap_verdict(self, plan: TokenPlan | GraphPlan, *, graph: bool) -> routing.OverlapVerdict:
-        """Say whether a step of ``plan`` pays in two halves."""
-        return routing.overlap_verdict(plan, self._facts, self._table, graph=graph)
+        self.router.check(plan)
 
     @property
     def stream(self) -> torch.cuda.Stream | None:
         """The stream that ``launch`` uses; None on the CPU."""
         return self._side.stream
-
-    @property
-    def always_peer(self) -> bool:
-        """Whether every plan goes over peer memory."""
-        measured = self._table.measured.names - set(routing.OVER_MEMORY)
-        return "peer" in self._facts.qualified and self._table.order[0] in routing.OVER_MEMORY and not measured
 
     def confirm(
         self,

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_dp import rocm
 from rocm_dp.checks import checked_rows
 from rocm_dp.control import Op
 from rocm_dp.dispatch import Dispatcher
@@ -19,8 +17,7 @@ from rocm_dp.making import CallMaker, Shape
 from rocm_dp.options import ExchangeStats, Options
 from rocm_dp.pending import outside
 from rocm_dp.plan import digest64
-from rocm_dp.platform import environment
-from rocm_dp.routing import NEED_PROOF, Table, Use
+from rocm_dp.routing import Table, Use
 from rocm_dp.tuned import agreed_table
 
 if TYPE_CHECKING:
@@ -211,7 +208,7 @@ class TokenExchange(GroupVerbs):
         """
         dp_size, capacities = self.layout.dp_size, {"capacity": capacity, "per_rank_capacity": per_rank_capacity}
         # Judged first by one that needs no device.
-        self._dispatch.route(GraphPlan(dp_size, **capacities, device=torch.device("cpu")))
+        self._dispatch.router.choose(GraphPlan(dp_size, **capacities, device=torch.device("cpu")))
         self.groups.control.call_equal(Op.GRAPH_PLAN, capacities)
         plan = GraphPlan(dp_size, **capacities, device=self.device)
         self._dispatch.check_plan(plan)
@@ -236,7 +233,7 @@ class TokenExchange(GroupVerbs):
         self._dispatch.check_open()
         message = self._calls.message(many) if many else None
         for batch in range(batches):
-            if not self._dispatch.always_peer:
+            if not self._dispatch.router.always_peer:
                 self._maker.reserve_groups(message, batch)
             if self._dispatch.over_memory.peer is not None:
                 self._maker.reserve_peer(message, batch, plans)
@@ -250,14 +247,7 @@ class TokenExchange(GroupVerbs):
         steps padded to SUM_LEN, the transports over torch.distributed say so, why, and what it costs.
         """
         self._dispatch.check_plan(plan)
-        verdicts = self._dispatch.explain(plan, Use(overlap=overlap, graph=graph))
-        if not graph or not (found := rocm.workaround(environment())).on:
-            return list(verdicts)
-        said = f"SUM_LEN in graphs is {found.text}"
-        return [
-            verdict if verdict.name in NEED_PROOF else replace(verdict, reason=f"{verdict.reason}; {said}")
-            for verdict in verdicts
-        ]
+        return self._dispatch.router.explain(plan, Use(overlap=overlap, graph=graph))
 
     def overlap_verdict(self, plan: TokenPlan | GraphPlan, *, graph: bool = False) -> OverlapVerdict:
         """Return whether a whole step of ``plan`` is faster as two halves that take turns, and why or why not.
@@ -265,7 +255,7 @@ class TokenExchange(GroupVerbs):
         The same on every rank; to be asked when ``Agreement.overlap`` says that all can. ``graph``: in a graph.
         """
         self._dispatch.check_plan(plan)
-        return self._dispatch.overlap_verdict(plan, graph=graph)
+        return self._dispatch.router.overlap_verdict(plan, graph=graph)
 
     @property
     def comm_stream(self) -> torch.cuda.Stream | None:

@@ -100,7 +100,7 @@ class KeptCalls:
         """Return the [G, H] of peer memory from which a combine of ``batch`` is pulled."""
         self._dispatch.check_plan(plan)
         check_summed("combine", self._maker.shape.dtype)
-        name = self._dispatch.route(plan)
+        name = self._dispatch.router.choose(plan)
         if name != "peer":
             raise TransportRefusedError(f"combine_input needs peer memory, {name} carries this plan")
         found = self._maker.combine_input(plan, batch)
@@ -143,7 +143,7 @@ class KeptCalls:
         admit()
         if use.graph:
             self._dispatch.note_capture()
-        name = self._dispatch.route(asked.plan, use)
+        name = self._dispatch.router.choose(asked.plan, use)
         slot = (asked.verb, asked.batch)
         self._dispatch.confirm(asked.op, slot, asked.plan, name, partial=asked.partial, overlap=asked.overlap)
         if call is None or call.stale:

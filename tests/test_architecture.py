@@ -36,7 +36,7 @@ ROOMS = (
     ("transports",),
     ("measured",),
     ("routing", "agreement", "group_verbs", "messages", "tuned"),
-    ("calls",),
+    ("calls", "router"),
     ("quick",),
     ("over_memory",),
     ("making",),
