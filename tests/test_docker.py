@@ -307,12 +307,26 @@ def test_an_option_that_there_is_not_is_told(capsys: pytest.CaptureFixture[str])
     assert "unrecognized arguments: --hours 1" in capsys.readouterr().err
 
 
+def checked(tool: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """What a tool of the environment says."""
+    command = [Path(sys.executable).parent / tool, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 @pytest.mark.parametrize("path", sorted((DOCKER / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
 def test_scripts_are_sound(path: Path) -> None:
-    checker = Path(sys.executable).parent / "shellcheck"
-    done = subprocess.run([checker, "--shell=bash", path], capture_output=True, text=True, timeout=60, check=False)
+    done = checked("shellcheck", "--shell=bash", path)
     assert done.returncode == 0, done.stdout
     assert "set -euo pipefail" in path.read_text()
+
+
+def test_the_recipe_is_sound_and_what_is_not_kept_of_the_rules_has_its_reason(tmp_path: Path) -> None:
+    text = (DOCKER / "Dockerfile").read_text()
+    done = checked("hadolint", "--no-color", DOCKER / "Dockerfile")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert all(re.search(r"DL\d+  # \w", line) for line in text.splitlines() if "hadolint ignore" in line)
+    (tmp_path / "Dockerfile").write_text(text.replace("USER 10001", "USER root"))
+    assert "DL3002" in checked("hadolint", "--no-color", tmp_path / "Dockerfile").stdout
 
 
 def test_the_makefile_builds_and_tries_this_image() -> None:
