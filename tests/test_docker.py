@@ -275,7 +275,36 @@ def test_compose_gives_each_service_the_devices_and_limits_that_the_doctor_looks
         assert not {"privileged", "network_mode", "pid", "user"} & service.keys()
 
 
-# Commands in manifests and scripts
+# Commands in manifests, scripts and the documentation
+
+
+def test_the_readme_leads_from_the_image_to_a_passed_soak_on_each_kind_of_cluster() -> None:
+    section = (ROOT / "README.md").read_text().split("## On a cluster\n")[1].split("\n## ")[0]
+    told = section + (ROOT / "docs/deploy.md").read_text()
+    named = set(re.findall(r"docker/[\w/-]+\.(?:yaml|sbatch)", told))
+    there = [*DOCKER.rglob("*.yaml"), *DOCKER.rglob("*.sbatch")]
+    assert named == {str(path.relative_to(ROOT)) for path in there}
+    rows = {cells[0]: cells[1:] for cells in (line.strip("| ").split(" | ") for line in section.splitlines())}
+    on_docker, on_kubernetes, on_slurm = rows["soak"]
+    assert "docker/compose.yaml run --rm soak" in on_docker
+    assert "docker/slurm/soak.sbatch" in on_slurm
+    [nightly] = documents(DOCKER / "k8s/soak-cronjob.yaml")
+    assert f"create job soak-now --from=cronjob/{nightly['metadata']['name']}" in on_kubernetes
+    # Without it the soak ends before it starts.
+    assert "pip install '.[soak]'" in rows["the image"][2]
+    [(replaced, files)] = re.findall('sed -i "s#(.+?)#.+?#" (.+?)`', section)
+    assert sorted(ROOT.glob(files)) == K8S
+    assert all(path.read_text().count(f" {replaced}\n") == 1 for path in K8S)
+
+
+def test_the_documentation_and_compose_give_the_same_flags() -> None:
+    told = (ROOT / "docs/deploy.md").read_text().split("## What a container needs")[1].split("\n## ")[0]
+    flags = re.findall(r"--(?:device|group-add|ipc|security-opt|ulimit)[= ]([^ `]+)", told)
+    for service in services().values():
+        devices = [device.split(":")[0] for device in service["devices"]]
+        limits = [f"{name}={value}" for name, value in service["ulimits"].items()]
+        given = [*devices, "video", "$RENDER_GID", service["ipc"], service["security_opt"][1], *limits]
+        assert flags == given
 
 
 def started() -> list[list[str]]:
