@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import socket
 import sys
@@ -15,10 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from exchange_cases import Grid, an_exchange
+from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
 from rocm_dp.soak.device import ExchangeSampler, TorchSampler
-from rocm_dp.soak.heap import ONE_ARENA, HeapSampler
+from rocm_dp.soak.heap import FEW_RECORDS, ONE_ARENA, HeapSampler
 from rocm_dp.soak.host import HostSampler, ShmSampler, fd_kind, host_limits
 from rocm_dp.soak.kfd import KfdSampler
 from rocm_dp.soak.objects import ObjectSampler
@@ -98,6 +101,20 @@ def test_ranks_of_a_soak_have_one_arena() -> None:
         assert pool.run(arenas)[0] > 1
     with RankPool(1, env=ONE_ARENA) as pool:
         assert pool.run(arenas) == [1]
+
+
+def test_torch_keeps_few_collectives_of_a_soak_on_record() -> None:
+    """Its own 2000 take 2.4 MB, which a soak of some hundred steps would call a leak."""
+    with RankPool(2, env=FEW_RECORDS) as pool:
+        assert max(pool.run(records)) <= 64
+
+
+def records(_: int) -> int:
+    """How many collectives are on record after 200."""
+    tensor = torch.ones(1)
+    for _ in range(200):
+        dist.all_reduce(tensor)
+    return len(json.loads(_dump_fr_trace_json())["entries"])
 
 
 def arenas(_: int) -> int:

@@ -100,11 +100,11 @@ def _self_test(config: SoakConfig, args: argparse.Namespace, console: Console) -
 
 
 def _pool(config: SoakConfig, args: argparse.Namespace) -> RankPool:
-    from rocm_dp.soak.heap import ONE_ARENA
+    from rocm_dp.soak.heap import FEW_RECORDS, ONE_ARENA
     from rocm_dp.testing import RankPool
 
     with _preloaded(count=args.count_signals):
-        return RankPool(config.ranks, timeout=_POOL_TIMEOUT, env=ONE_ARENA)
+        return RankPool(config.ranks, timeout=_POOL_TIMEOUT, env=ONE_ARENA | FEW_RECORDS)
 
 
 @contextmanager

@@ -69,7 +69,8 @@ COUNTERS = (
     Counter("maps", Kind.SLOPE, "mappings", "rss", effect=4.0),
     Counter("heap.used", Kind.SLOPE, "bytes", "rss", effect=_MIB / 2),
     Counter("rss", Kind.SLOPE, "bytes", "rss", effect=_MIB / 2),
-    Counter("pss", Kind.SLOPE, "bytes", "rss", effect=_MIB / 2),
+    # A library that others map too is divided among them: they end, and our share grows.
+    Counter("pss", Kind.SHOWN, "bytes"),
     Counter("memlock", Kind.EXACT, "bytes", "rss"),
     Counter("kfd.vram", Kind.SLOPE, "bytes", "buffer", effect=4 * _MIB),
     Counter("latency.drift", Kind.DRIFT, "x", "latency", effect=0.25),
