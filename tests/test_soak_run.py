@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Ranks = Callable[[int], RankPool]
 # The memory of fresh ranks takes longer to settle than these short runs last, and time is shared with other tests.
-NOT_SO_SHORT = {"rss", "maps", "latency.drift"}
+NOT_SO_SHORT = {"heap.used", "rss", "maps", "latency.drift"}
 
 
 def failed(outcome: object) -> set[tuple[int, str]]:
