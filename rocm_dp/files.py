@@ -6,6 +6,7 @@ import os
 import stat
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 from rocm_dp.errors import ConfigError
 
@@ -35,8 +36,10 @@ def read_bounded(path: Path, most: int) -> str:
 def write_atomically(path: Path, text: str, *, mode: int = PRIVATE) -> None:
     """Write ``text`` so that a reader sees the old file or all of the new one, never one more open than ``mode``.
 
-    A symbolic link at ``path`` is replaced, never followed. Raises OSError, and leaves no half file behind.
+    A symbolic link at ``path`` is replaced, never followed. Raises OSError, and ConfigError where something is that
+    is no file (a pipe, a terminal: others need it); leaves no half file behind.
     """
+    _check_may_replace(path)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -48,3 +51,19 @@ def write_atomically(path: Path, text: str, *, mode: int = PRIVATE) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def open_private(path: Path) -> TextIO:
+    """Open a file for its owner's eyes, to be written and read line by line; what it held is gone.
+
+    Raises OSError for a symbolic link, and ConfigError where something is that is no file.
+    """
+    _check_may_replace(path)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE)
+    os.fchmod(handle, PRIVATE)
+    return os.fdopen(handle, "w", encoding="utf-8")
+
+
+def _check_may_replace(path: Path) -> None:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} must be a file, or not be there")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rocm_dp.errors import ConfigError
+from rocm_dp.files import write_atomically
 from rocm_dp.measured import MeasuredTable
 from rocm_dp.plan import digest64
 from rocm_dp.platform import cache_folder
@@ -38,14 +37,7 @@ def path_for(layout: RankLayout, device: torch.device, hidden: int, dtype: torch
 def save(table: MeasuredTable, path: Path) -> None:
     """Write ``table`` to ``path``, whole or not at all, for the user's eyes only."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, unfinished = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(table.to_json() + "\n")
-        Path(unfinished).replace(path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
+    write_atomically(path, table.to_json() + "\n")
 
 
 def agreed_table(

@@ -59,6 +59,16 @@ ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 LEAKS = {"record_stream", "wait_stream"}
 # Shows what they cost, on purpose.
 MAY_LEAK = {"rocm_dp.soak.hazards"}
+# What runs when it arrives. Ranks of one parent exchange pickles over its pipes, and nobody else may.
+RUNS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+MAY_UNPICKLE = {"rocm_dp.testing_worker", "rocm_dp.testing_crew"}
+SENDS_PICKLES = {
+    *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+WRITES = {"write_text", "write_bytes", "savetxt", "tofile"}
+# Into a folder that nobody else can enter.
+MAY_WRITE = {"rocm_dp.files", "rocm_dp.soak.signals"}
 MAKES_MUTABLE = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "Counter", "OrderedDict"}
 MUTATES = {
     *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft"),
@@ -229,6 +239,40 @@ def check_no_leaking_calls(module: str, source: str) -> list[str]:
     ]
 
 
+def check_nothing_that_arrives_is_run(module: str, source: str) -> list[str]:
+    """Ranks on other hosts send fixed-size bytes and JSON."""
+    tree = ast.parse(source)
+    imported = [
+        f"{module}:{line} imports {name}"
+        for line, name in imports(module, tree)
+        if name.split(".")[0] in RUNS and module not in MAY_UNPICKLE
+    ]
+    return imported + [
+        f"{module}:{node.lineno} uses {ast.unparse(node)}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and (node.attr in SENDS_PICKLES or ast.unparse(node) in {"torch.load", "numpy.load", "np.load"})
+    ]
+
+
+def opens_to_write(node: ast.Call) -> bool:
+    """Whether a call is an open(...) or path.open(...) whose mode says so."""
+    given = [*node.args, *(keyword.value for keyword in node.keywords if keyword.arg == "mode")]
+    modes = [one.value for one in given if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+    return called(node) == "open" and any(re.fullmatch("[rbtU]*[wax+][bt+]*", mode) for mode in modes)
+
+
+def check_files_are_written_by_files(module: str, source: str) -> list[str]:
+    """Whole or not at all, and for their owner's eyes."""
+    if module in MAY_WRITE:
+        return []
+    return [
+        f"{module}:{node.lineno} writes by {called(node)}"
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and (called(node) in WRITES or opens_to_write(node))
+    ]
+
+
 CHECKERS: tuple[Checker, ...] = (
     check_room,
     check_imports_go_down,
@@ -238,6 +282,8 @@ CHECKERS: tuple[Checker, ...] = (
     check_no_global,
     check_no_mutable_state,
     check_no_leaking_calls,
+    check_nothing_that_arrives_is_run,
+    check_files_are_written_by_files,
 )
 
 
@@ -324,6 +370,13 @@ BAD = (
     (check_no_leaking_calls, "rocm_dp.exchange", "x.record_stream(stream)"),
     (check_no_leaking_calls, "rocm_dp.bench.timer", "wait = stream.wait_stream"),
     (check_no_leaking_calls, "rocm_dp.soak.rank", "x.record_stream(stream)"),
+    (check_nothing_that_arrives_is_run, "rocm_dp.control", "import pickle"),
+    (check_nothing_that_arrives_is_run, "rocm_dp.testing", "from pickle import loads"),
+    (check_nothing_that_arrives_is_run, "rocm_dp.control", "dist.all_gather_object(every, mine)"),
+    (check_nothing_that_arrives_is_run, "rocm_dp.tuned", "table = torch.load(path)"),
+    (check_files_are_written_by_files, "rocm_dp.demo.command", "path.write_text(text)"),
+    (check_files_are_written_by_files, "rocm_dp.bench.table", "with path.open('w', newline='') as file: ..."),
+    (check_files_are_written_by_files, "rocm_dp.tuned", "open(path, mode='a+')"),
 )
 GOOD = (
     "rocm_dp.agreement|from rocm_dp.plan import TokenPlan\nfrom rocm_dp.errors import ConfigError",
@@ -333,6 +386,9 @@ GOOD = (
     "rocm_dp.cli|import os\nfrom rocm_dp.soak import probe\nFLAG = os.environ",
     "rocm_dp.plan|TABLE = {1: 2}\ndef f(n): rows = [TABLE[n]]; rows.append(1); rows[0] = 2; return rows",
     "rocm_dp.soak.hazards|def f(t, s): t.record_stream(s)",
+    "rocm_dp.testing_crew|import pickle",
+    "rocm_dp.tuned|with path.open('rb') as file: json.loads(file.read(8))",
+    "rocm_dp.files|path.write_text(text)",
 )
 
 
@@ -352,6 +408,12 @@ def test_what_may_leak_exists_and_does() -> None:
     for module in MAY_LEAK:
         source = modules()[module].read_text("utf-8")
         assert {n.attr for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Attribute)} >= LEAKS
+
+
+def test_what_may_unpickle_or_write_does() -> None:
+    for module in MAY_UNPICKLE:
+        assert "pickle" in {name for _, name in imports(module, ast.parse(modules()[module].read_text("utf-8")))}
+    assert "write_bytes" in modules()["rocm_dp.soak.signals"].read_text("utf-8")
 
 
 def test_every_rule_has_a_breach_that_it_reports() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from rocm_dp import RankLayout, TokenExchange
@@ -25,6 +26,7 @@ from rocm_dp.bench import bandwidth, rank
 from rocm_dp.bench.about import About
 from rocm_dp.bench.cases import default_cases, parse_counts, parse_sweep, short, spread, trace_cases
 from rocm_dp.bench.config import BenchConfig
+from rocm_dp.bench.contenders import agreed
 from rocm_dp.bench.inputs import Expected, Inputs, poison, wrong_elements
 from rocm_dp.bench.rank import Finding, RankFindings, run_rank
 from rocm_dp.bench.report import Summary, make_report
@@ -303,6 +305,20 @@ def test_counts_are_shown_short() -> None:
     assert short((32, 17, 32, 17)) == "2x(32+17)"
     assert short((8, 8, 8)) == "3x8"
     assert short((1, 2, 1)) == "1+2+1"
+
+
+def reasons(rank: int) -> list[str | None]:
+    """What is agreed when no rank has a reason, the last one has, one has no words for it, both have long ones."""
+    last = rank == dist.get_world_size() - 1
+    given = (None, "é" * 3000 if last else None, "" if last else None, f"rank {rank}")
+    group = dist.group.WORLD
+    assert group is not None
+    return [agreed(reason, group) for reason in given]
+
+
+def test_ranks_agree_on_the_first_reason_not_to_go_on(ranks: Ranks) -> None:
+    for said in ranks(2).run(reasons):
+        assert said == [None, "é" * 1024, "no reason given", "rank 0"]
 
 
 def test_default_cases_fit_any_number_of_dp_ranks() -> None:

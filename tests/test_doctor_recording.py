@@ -22,7 +22,7 @@ from rocm_dp.doctor.machine import Machine, from_json, to_json
 from rocm_dp.doctor.places import RCCL_HEADER
 from rocm_dp.doctor.recorded import RecordedMachine, record
 from rocm_dp.errors import ConfigError
-from rocm_dp.files import read_bounded, write_atomically
+from rocm_dp.files import open_private, read_bounded, write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -146,6 +146,31 @@ def test_a_write_replaces_a_link_and_leaves_nothing_half_done(tmp_path: Path) ->
         write_atomically(tmp_path / "report", "\udcff")
     assert (tmp_path / "report").read_text() == "new"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["precious", "report"]
+
+
+def test_what_is_no_file_is_neither_replaced_nor_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / "link", tmp_path):
+        with pytest.raises(ConfigError, match="must be a file, or not be there"):
+            write_atomically(path, "new")
+        with pytest.raises(ConfigError, match="must be a file, or not be there"):
+            open_private(path)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_file_that_is_written_line_by_line_is_its_owners_and_no_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "link").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        open_private(tmp_path / "link")
+    assert (tmp_path / "precious").read_text() == "kept"
+    (tmp_path / "journal").write_text("old, and longer than what comes")
+    (tmp_path / "journal").chmod(0o644)
+    with open_private(tmp_path / "journal") as journal:
+        print("new", file=journal, flush=True)
+        assert (tmp_path / "journal").read_text() == "new\n"
+    assert stat.S_IMODE((tmp_path / "journal").stat().st_mode) == 0o600
 
 
 def run(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:

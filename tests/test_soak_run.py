@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -14,6 +15,7 @@ from soak_cases import SMALL, soaked
 
 from rocm_dp.errors import ConfigError
 from rocm_dp.plan import PaddingMode
+from rocm_dp.soak import log as log_module
 from rocm_dp.soak.arguments import INJECTED
 from rocm_dp.soak.config import SoakConfig
 from rocm_dp.soak.gates import Status
@@ -184,12 +186,31 @@ def test_the_journal_holds_the_soak_and_a_cut_off_line_is_left_out(ranks: Ranks,
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("", "holds no soak"), ('{"kind": "sample"}\n{}', "first line must be of kind config"), ("{\n{}", "line 1")],
+    [
+        ("", "holds no soak"),
+        ('{"kind": "sample"}\n{}', "first line must be of kind config"),
+        ("{\n{}", "line 1"),
+        ("[" * 100_000 + "\n{}", "line 1"),
+    ],
 )
 def test_a_file_that_is_no_journal_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "it").write_text(text)
     with pytest.raises(ConfigError, match=said):
         read_log(tmp_path / "it")
+
+
+def test_a_journal_is_read_to_a_bound_through_the_link_that_was_named_and_never_from_a_pipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "last").symlink_to(tmp_path / "it")
+    (tmp_path / "it").write_text('{"kind": "config", "ranks": 2}\n')
+    assert read_log(tmp_path / "last").about == {"ranks": 2}
+    monkeypatch.setattr(log_module, "MOST_BYTES", 10)
+    with pytest.raises(ConfigError, match="at most 10 bytes"):
+        read_log(tmp_path / "it")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="must be a regular file"):
+        read_log(tmp_path / "pipe")
 
 
 def test_what_needs_a_gpu_says_so_on_cpu_ranks(ranks: Ranks) -> None:

@@ -13,6 +13,7 @@ from rocm_dp.aot import isa
 from rocm_dp.aot.catalog import all_forms
 from rocm_dp.aot.target import compiling_for
 from rocm_dp.errors import ConfigError
+from rocm_dp.files import write_atomically
 from rocm_dp.version import __version__
 
 if TYPE_CHECKING:
@@ -91,4 +92,4 @@ def write_manifest(folder: Path, judged: Iterable[Judged]) -> None:
         for one in judged
     ]
     about = {"rocm_dp": __version__, "triton": triton.__version__, "kernels": kernels}
-    (folder / MANIFEST).write_text(json.dumps(about, indent=1) + "\n")
+    write_atomically(folder / MANIFEST, json.dumps(about, indent=1) + "\n", mode=0o644)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rocm_dp.bench import overlap_command, rows_command
 from rocm_dp.bench.arguments import add_run_arguments, build_config
 from rocm_dp.bench.on_ranks import on_ranks
+from rocm_dp.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +67,7 @@ def _verb(verb: str, args: argparse.Namespace, console: Console) -> int:
     report = make_report(on_ranks(rank.run_rank, config, console), config)
     print_wide(render(report))
     if args.json:
-        args.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        write_atomically(args.json, json.dumps(report.as_dict(), indent=1) + "\n")
     if args.csv:
         write_csv(args.csv, report.results)
     return 1 if report.wrong else 0
@@ -82,7 +83,7 @@ def _host(args: argparse.Namespace, console: Console) -> int:
     print_wide(render_host(about, config, costs))
     if args.json:
         plain = {"about": asdict(about), "config": asdict(config), "results": [asdict(cost) for cost in costs]}
-        args.json.write_text(json.dumps(plain, indent=1) + "\n")
+        write_atomically(args.json, json.dumps(plain, indent=1) + "\n")
     if args.csv:
         write_csv(args.csv, costs)
     return 0

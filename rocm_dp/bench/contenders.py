@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from rocm_dp.errors import PeerRefusedError, TransportRefusedError
@@ -14,14 +15,13 @@ from rocm_dp.exchange import TokenExchange
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import torch
-
     from rocm_dp.bench.inputs import Inputs
     from rocm_dp.groups import Groups
     from rocm_dp.options import Options
     from rocm_dp.plan import TokenPlan
 
 AUTO = "auto"  # an exchange that is left to itself
+_LONGEST_REASON = 2048  # bytes, the same on every rank
 _PADDED = "all_gather"  # the transport that takes plans of equal sizes only
 
 
@@ -52,9 +52,14 @@ class Refused:
 
 def agreed(reason: str | None, cpu: dist.ProcessGroup) -> str | None:
     """Return the first rank's reason not to go on, the same on every rank; collective."""
-    reasons: list[str | None] = [None] * cpu.size()
-    dist.all_gather_object(reasons, reason, group=cpu)
-    return next((found for found in reasons if found is not None), None)
+    # Not all_gather_object: that runs what arrives.
+    said = "" if reason is None else reason or "no reason given"
+    fixed = said.encode()[:_LONGEST_REASON].ljust(_LONGEST_REASON, b"\0")
+    mine = torch.frombuffer(bytearray(fixed), dtype=torch.uint8)
+    every = [torch.empty_like(mine) for _ in range(cpu.size())]
+    dist.all_gather(every, mine, group=cpu)
+    told = (bytes(one.tolist()).rstrip(b"\0").decode(errors="replace") for one in every)
+    return next((text for text in told if text), None)
 
 
 @contextmanager

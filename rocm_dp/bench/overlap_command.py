@@ -16,6 +16,7 @@ from rocm_dp.bench.overlap_config import (
     parse_queues,
     sweep_pairs,
 )
+from rocm_dp.files import write_atomically
 from rocm_dp.platform import HW_QUEUES
 
 if TYPE_CHECKING:
@@ -104,11 +105,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
     report = OverlapReport(config, tuple(sections))
     print_wide(render(report))
     if args.json:
-        args.json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+        write_atomically(args.json, json.dumps(report.as_dict(), indent=1) + "\n")
     if args.csv:
         write_csv(args.csv, report.lines)
     if args.trace_out:
-        args.trace_out.write_text(json.dumps(report.trace()) + "\n")
+        write_atomically(args.trace_out, json.dumps(report.trace()) + "\n")
     return 1 if report.wrong else 0
 
 

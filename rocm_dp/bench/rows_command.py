@@ -12,6 +12,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from rocm_dp.errors import ConfigError
+from rocm_dp.files import write_atomically
 
 if TYPE_CHECKING:
     import argparse
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     print_to.print(_table(found, markdown=args.markdown))
     if args.json:
         about = {"device": device, "copy_tb_s": copied, "results": [one.as_dict() for one in found]}
-        args.json.write_text(json.dumps(about, indent=1) + "\n")
+        write_atomically(args.json, json.dumps(about, indent=1) + "\n")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from dataclasses import asdict, fields
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rocm_dp.bench.cases import short
+from rocm_dp.files import write_atomically
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,10 +96,11 @@ def render_host(about: About, config: BenchConfig, costs: Sequence[HostCost]) ->
 
 def write_csv(path: Path, results: Sequence[Result] | Sequence[HostCost] | Sequence[Line]) -> None:
     """Write one line for each result, its fields as columns."""
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(results[0])])
-        writer.writeheader()
-        writer.writerows(asdict(result) for result in results)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, [field.name for field in fields(results[0])])
+    writer.writeheader()
+    writer.writerows(asdict(result) for result in results)
+    write_atomically(path, text.getvalue())
 
 
 def header(about: About, config: BenchConfig) -> list[RenderableType]:

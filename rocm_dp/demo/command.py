@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rocm_dp.errors import ConfigError
+from rocm_dp.files import write_atomically
 
 if TYPE_CHECKING:
     from rocm_dp.demo.run import DemoConfig, RankReport
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     Console().print(render(summary))
     if args.json:
         text = json.dumps({**asdict(summary), "passed": summary.passed}, indent=2)
-        args.json.write_text(text + "\n")
+        write_atomically(args.json, text + "\n")
     return 0 if summary.passed else 1
 
 

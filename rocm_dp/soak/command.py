@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from rocm_dp.files import open_private, write_atomically
 from rocm_dp.soak.arguments import add_arguments, build_config
 from rocm_dp.soak.trend import check_scipy
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from rocm_dp.soak.run import soak
 
     with ExitStack() as stack:
-        journal = stack.enter_context(args.json.open("w", encoding="utf-8")) if args.json else None
+        journal = stack.enter_context(open_private(args.json)) if args.json else None
         port, feed = stack.enter_context(endpoint(args.metrics_port, args.metrics_host))
         if args.metrics_port is not None:
             console.print(f"metrics at http://{args.metrics_host}:{port}/metrics")
@@ -68,7 +69,7 @@ def _report(log: SoakLog, outcome: Outcome, args: argparse.Namespace) -> int:
     if args.html:
         from rocm_dp.soak.report import page
 
-        args.html.write_text(page(log, outcome), encoding="utf-8")
+        write_atomically(args.html, page(log, outcome))
     return 0 if outcome.passed else 1
 
 
@@ -95,7 +96,7 @@ def _self_test(config: SoakConfig, args: argparse.Namespace, console: Console) -
         _, left_out = injections(gpu=pool.backend == "nccl")
     _out().print(render_trials(trials, left_out))
     if args.json:
-        args.json.write_text("".join(json.dumps(trial.plain) + "\n" for trial in trials))
+        write_atomically(args.json, "".join(json.dumps(trial.plain) + "\n" for trial in trials))
     return 0 if all(trial.right for trial in trials) else 1
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from rocm_dp.errors import ConfigError
+from rocm_dp.files import read_bounded
 from rocm_dp.soak.gates import Series
 from rocm_dp.soak.rank import Ended, Mismatch, Started
 from rocm_dp.soak.sample import Sample, absent_value
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rocm_dp.soak.config import SoakConfig
 
 Said: TypeAlias = Started | Sample | Mismatch | Ended
+MOST_BYTES = 1 << 28  # a sample takes about 1.3 kB: 25,000 of each of eight ranks
 _KINDS = {kind.__name__.lower(): kind for kind in (Started, Sample, Mismatch, Ended)}
 
 
@@ -115,10 +117,10 @@ class Journal:
 def read_log(path: Path) -> SoakLog:
     """Read what a Journal wrote, also of a soak that was killed: a last line that is cut short is left out.
 
-    Raises ConfigError for a file that is none, and OSError when it can't be read.
+    Raises ConfigError for a file that is none or that is larger than MOST_BYTES, and OSError when it can't be read.
     """
     log = None
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = read_bounded(path.resolve(), MOST_BYTES).splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             plain = json.loads(line)
@@ -131,7 +133,7 @@ def read_log(path: Path) -> SoakLog:
                 log.add(plain.pop("rank"), _KINDS[kind](**plain))
             elif kind == "outcome":
                 log.error, log.stopped = plain["error"], plain["stopped"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if number == len(lines) and not isinstance(error, ConfigError):
                 break
             raise ConfigError(f"{path}, line {number} is none of a soak: {error}") from error
