@@ -119,8 +119,8 @@ def test_a_wrong_address_is_told_with_the_address_in_bounded_time(hosts: Hosts) 
         address = north.address if rank < RANKS else nobody_listens_at
         assert each["error"] == "RankMismatchError"
         assert f"the ranks did not all meet at {address}:{PORT} (timeout {NOBODY:g} s)" in each["text"]
-        # torch tries once more when its time is over.
-        assert each["seconds"] < 2 * NOBODY + SLACK
+        # When its time is over torch pauses, at random for up to as long again and more, and tries once more.
+        assert each["seconds"] < 4 * NOBODY + SLACK
     assert all_are_gone(hosts)
 
 

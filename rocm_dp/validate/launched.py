@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 def joined(timeout: float) -> Iterator[torch.device]:
     """Join the ranks that torchrun started, one GPU each where each has one; give this rank's device.
 
-    Raises RankMismatchError when not all of them have met within ``timeout`` seconds; torch takes up to twice that.
+    Raises RankMismatchError when not all of them have met within ``timeout`` seconds. Where nobody answers, torch
+    then pauses at random, for 90 s at most, and tries once more for as long.
     """
     gpus, local = torch.cuda.device_count(), dist.get_node_local_rank(fallback_rank=0)
     device = torch.device("cuda", local) if local < gpus else torch.device("cpu")
