@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import ssl
 import subprocess
@@ -121,16 +122,26 @@ def test_the_torch_of_the_base_is_still_there(store: Store, container: str) -> N
     ("command", "says"),
     [
         ("info --ranks 2 --hidden 64", "carried by"),
-        ("doctor --only gpus --only devices", "0 checks"),
+        ("doctor --all --only 'no gpu' --only triton", "2 checks: 0 error, 0 warning"),
+        ("doctor --only gpus --only devices --only 'error counters'", "0 checks"),  # the health check
         ("demo --ranks 2 --steps 5", "PASSED"),
         ("validate --ranks 2 --transport all_gather_v --json /reports/validate.json", "PASSED"),
         ("soak --ranks 2 --self-test --clean-runs 1", "0 false alarms in 1 clean runs, 0 of"),
     ],
 )
 def test_the_commands_run_in_it_under_its_init(store: Store, container: str, command: str, says: str) -> None:
-    told = store.must("run", container, "--", "tini", "-s", "-g", "--", "rocm-dp", *command.split())
+    told = store.must("run", container, "--", "tini", "-s", "-g", "--", "rocm-dp", *shlex.split(command))
     assert says in told
     assert "Tini is not running as PID 1" not in told
+
+
+def test_a_short_soak_passes_with_what_native_code_holds_and_leaves_its_log_to_its_owner(
+    store: Store, container: str
+) -> None:
+    soak = "rocm-dp soak --ranks 2 --steps 400 --json /reports/it"
+    assert "CLEAN: 400 steps" in store.must("run", container, "--", *soak.split())
+    assert store.must("run", container, "--", "stat", "--format=%a %U", "/reports/it") == "600 rocm_dp"
+    assert "heap.used" in store.must("run", container, "--", "tail", "--lines=3", "/reports/it")
 
 
 def test_kernels_are_found_where_they_were_compiled(store: Store, container: str) -> None:
