@@ -43,8 +43,19 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         yield warning(
             seen, f"the kernels are built and judged for {' and '.join(_BUILT_FOR)}; run rocm-dp validate"
         )
+    elif _one_may_be_lost(machine):
+        yield warning(
+            f"{seen} on {len(amd_cards(machine))} cards",
+            "boards hold 8, 4 or 2: one may have fallen off the bus; see amdgpu in dmesg, and restart the host",
+        )
     else:
         yield fine(seen)
+
+
+def _one_may_be_lost(machine: Machine) -> bool:
+    """Return whether the host has a number of cards that no board has. Containers see them all, guests may not."""
+    cards = len(amd_cards(machine))
+    return cards & (cards - 1) != 0 and not is_virtual(machine)
 
 
 def _mesh(machine: Machine) -> Iterator[Finding]:
