@@ -162,6 +162,20 @@ def nested(rank: int) -> list[int]:
 
 
 @pytest.mark.usefixtures("no_rank_left")
+def sockets(_: int = 0) -> list[str]:
+    """The addresses of this process's sockets, once it has spoken to all."""
+    if dist.is_initialized():
+        dist.all_reduce(torch.ones(4), group=dist.new_group(backend="gloo"))
+    return [connection.laddr.ip for connection in psutil.Process().net_connections("inet")]
+
+
+def test_all_sockets_of_cpu_ranks_and_of_whoever_starts_them_are_on_loopback() -> None:
+    with RankPool(2, backend="gloo") as pool:
+        for found in (*pool.run(sockets), sockets()):
+            assert found
+            assert {address.removeprefix("::ffff:") for address in found} == {"127.0.0.1"}
+
+
 def test_one_rank_is_enough_and_a_rank_may_start_ranks() -> None:
     assert run_ranks(nested, 1, backend="gloo") == [[0]]
 
