@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import runpy
 import shlex
@@ -347,6 +348,25 @@ def test_scripts_are_sound(path: Path) -> None:
     done = checked("shellcheck", "--shell=bash", path)
     assert done.returncode == 0, done.stdout
     assert "set -euo pipefail" in path.read_text()
+
+
+@pytest.mark.parametrize("path", sorted((DOCKER / "slurm").glob("*.sbatch")), ids=lambda path: path.name)
+def test_scripts_run_with_as_many_files_as_the_host_allows(path: Path, tmp_path: Path) -> None:
+    for tool, says in (("srun", 'echo "$(ulimit -n) $*"'), ("scontrol", "echo node7")):
+        (tmp_path / tool).write_text(f"#!/bin/sh\n{says}\n")
+        (tmp_path / tool).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": "11", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_NNODES": "2"}
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -Sn 1000 && ulimit -Hn 2000 && exec bash "$1"', "bash", path],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **slurm},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(line.startswith("2000 ") for line in done.stdout.splitlines())
+    assert re.search(r"--rdzv-endpoint=node7:29500 .* validate|doctor --record machine-11\n.* soak", done.stdout)
 
 
 def test_the_recipe_is_sound_and_what_is_not_kept_of_the_rules_has_its_reason(tmp_path: Path) -> None:
