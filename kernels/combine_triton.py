@@ -91,12 +91,12 @@ def add_up(
 @triton.jit(
     do_not_specialize=[
         *("table", "place", "counts", "h0", "h1", "h2", "h3", "s0", "s1", "s2", "s3"),
-        *("first", "rank", "slot", "rows", "most", "looks"),
+        *("first", "rank", "tag", "rows", "most", "looks"),
         *("partial", "out", "offset", "vecs", "stage_rows", "out_rows", "steps", "turns"),
     ]
 )
 def combine_rows(
-    table, place, counts, h0, h1, h2, h3, s0, s1, s2, s3, first, rank, slot, rows, most, looks,
+    table, place, counts, h0, h1, h2, h3, s0, s1, s2, s3, first, rank, tag, rows, most, looks,
     partial, out, offset, vecs, stage_rows, out_rows, steps, turns,
     STEPPED: tl.constexpr, DTYPE: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
     W: tl.constexpr, W_POW2: tl.constexpr, R: tl.constexpr, DP_POW2: tl.constexpr, REPLICAS: tl.constexpr,
@@ -124,7 +124,7 @@ def combine_rows(
     stage_bytes = (stage * row * SIZE + 15) // 16 * 16
     to = offset + own * stage_bytes
     flags = flags_of(channel, who, W, W_POW2, R)
-    epoch, looks = enter(table, channel, flags, who, slot, looks, W, W_POW2)
+    epoch, looks = enter(table, channel, flags, who, tag, looks, W, W_POW2)
     origin = start_of(plan, who[0] // REPLICAS, DP_POW2, ON_DEVICE)
     begin, low, high = share_of(plan, who[1], origin, rows, DP_POW2, REPLICAS, ON_DEVICE)
     size = tl.minimum(high - low, stage) * row
@@ -141,12 +141,12 @@ def combine_rows(
                     *(given, channel, plan, who, to, stage, rows, row, after, after + reach),
                     *(DTYPE, UNITS, W, DP_POW2, REPLICAS, ON_DEVICE),
                 )
-                arrive(flags[0], who, epoch + step + 1, slot, W, W_POW2)
+                arrive(flags[0], who, epoch + step + 1, tag, W, W_POW2)
             if step == 0:
-                leave(channel, epoch + steps, slot)
+                leave(channel, epoch + steps, tag)
             else:
                 if missing == 0:
-                    looks, missing, named = wait(flags[1], who, epoch + step, slot, looks, W, W_POW2)
+                    looks, missing, named = wait(flags[1], who, epoch + step, tag, looks, W, W_POW2)
                     report(table, channel, epoch + step, missing, named)
                 spoilt = tl.where(missing != 0, float("nan"), 0.0)
                 until = tl.minimum(size, after)
@@ -160,12 +160,12 @@ def combine_rows(
                 *(given, channel, plan, who, to, stage, rows, row, low * 0, rows * row),
                 *(DTYPE, UNITS, W, DP_POW2, REPLICAS, ON_DEVICE),
             )
-            arrive(flags[0], who, epoch + 1, slot, W, W_POW2)
-            leave(channel, epoch + 1, slot)
-            looks, missing, named = wait(flags[1], who, epoch + 1, slot, looks, W, W_POW2)
+            arrive(flags[0], who, epoch + 1, tag, W, W_POW2)
+            leave(channel, epoch + 1, tag)
+            looks, missing, named = wait(flags[1], who, epoch + 1, tag, looks, W, W_POW2)
             report(table, channel, epoch + 1, missing, named)
         else:
-            leave(channel, epoch + 1, slot)
+            leave(channel, epoch + 1, tag)
         spoilt = tl.where(missing != 0, float("nan"), 0.0)
         add_up(
             *(result + low * row, here, staged, stage_bytes, own, spoilt, low * 0, size),

@@ -25,28 +25,28 @@ from rocm_dp.kernels.peer_triton import (
 )
 
 
-@triton.jit(do_not_specialize=["table", "place", "first", "rank", "slot", "looks"])
-def open_slot(table, place, first, rank, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr, R: tl.constexpr):
-    """Wait, if ``slot`` is the one used last, until all peers have read it; in one block, ahead of the copies."""
+@triton.jit(do_not_specialize=["table", "place", "first", "rank", "tag", "looks"])
+def open_slot(table, place, first, rank, tag, looks, W: tl.constexpr, W_POW2: tl.constexpr, R: tl.constexpr):
+    """Wait, if the slot is the one used last, until all peers have read it; in one block, ahead of the copies."""
     table = pointer_at(table, tl.int64, 8)
     channel = table + place
     who = (first.to(tl.int64), rank.to(tl.int64))
     flags = flags_of(channel, who, W, W_POW2, R)
-    epoch, looks = enter(table, channel, flags, who, slot, looks, W, W_POW2)
+    epoch, looks = enter(table, channel, flags, who, tag, looks, W, W_POW2)
     tl.store(channel, epoch)
-    tl.store(channel + 2, (1 - slot).to(tl.int64))
+    tl.store(channel + 2, (tag ^ 1).to(tl.int64))
 
 
 # fmt: off
 @triton.jit(
     do_not_specialize=[
         *("table", "place", "counts", "h0", "h1", "h2", "h3", "s0", "s1", "s2", "s3"),
-        *("first", "rank", "slot", "rows", "most", "looks"),
+        *("first", "rank", "tag", "rows", "most", "looks"),
         *("f0", "o0", "v0", "f1", "o1", "v1", "f2", "o2", "v2", "f3", "o3", "v3"),
     ]
 )
 def meet(
-    table, place, counts, h0, h1, h2, h3, s0, s1, s2, s3, first, rank, slot, rows, most, looks,
+    table, place, counts, h0, h1, h2, h3, s0, s1, s2, s3, first, rank, tag, rows, most, looks,
     f0, o0, v0, f1, o1, v1, f2, o2, v2, f3, o3, v3,
     B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, B3: tl.constexpr, BLOCK: tl.constexpr,
     W: tl.constexpr, W_POW2: tl.constexpr, R: tl.constexpr, DP_POW2: tl.constexpr, REPLICAS: tl.constexpr,
@@ -62,14 +62,14 @@ def meet(
     who = (first.to(tl.int64), rank.to(tl.int64))
     rows = rows.to(tl.int64)
     flags = flags_of(channel, who, W, W_POW2, R)
-    epoch, looks = enter(table, channel, flags, who, slot, looks, W, W_POW2)
+    epoch, looks = enter(table, channel, flags, who, tag, looks, W, W_POW2)
     epoch += 1
     missing = epoch * 0 - 1
     if looks > 0:
-        arrive(flags[0], who, epoch, slot, W, W_POW2)
-        looks, missing, named = wait(flags[1], who, epoch, slot, looks, W, W_POW2)
+        arrive(flags[0], who, epoch, tag, W, W_POW2)
+        looks, missing, named = wait(flags[1], who, epoch, tag, looks, W, W_POW2)
         report(table, channel, epoch, missing, named)
-    leave(channel, epoch, slot)
+    leave(channel, epoch, tag)
     if missing != 0:
         if B0 > 0:
             spoil((f0, o0, v0), channel, plan, who, rows, missing, B0, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)

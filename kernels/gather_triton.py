@@ -123,12 +123,12 @@ def spoil(
 @triton.jit(
     do_not_specialize=[
         *("table", "place", "counts", "h0", "h1", "h2", "h3", "s0", "s1", "s2", "s3"),
-        *("first", "rank", "slot", "rows", "most", "looks"),
+        *("first", "rank", "tag", "rows", "most", "looks"),
         *("f0", "o0", "v0", "f1", "o1", "v1", "f2", "o2", "v2", "f3", "o3", "v3"),
     ]
 )
 def gather_rows(
-    table, place, counts, h0, h1, h2, h3, s0, s1, s2, s3, first, rank, slot, rows, most, looks,
+    table, place, counts, h0, h1, h2, h3, s0, s1, s2, s3, first, rank, tag, rows, most, looks,
     f0, o0, v0, f1, o1, v1, f2, o2, v2, f3, o3, v3,
     B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr, B3: tl.constexpr, BLOCK: tl.constexpr,
     W: tl.constexpr, W_POW2: tl.constexpr, R: tl.constexpr, DP_POW2: tl.constexpr, REPLICAS: tl.constexpr,
@@ -155,7 +155,7 @@ def gather_rows(
     # Under way while the channel is looked at.
     part = _first_part(a, low, high, B0, BLOCK)
     flags = flags_of(channel, who, W, W_POW2, R)
-    epoch, looks = enter(table, channel, flags, who, slot, looks, W, W_POW2)
+    epoch, looks = enter(table, channel, flags, who, tag, looks, W, W_POW2)
     epoch += 1
     missing = epoch * 0 - 1
     if looks > 0:
@@ -166,8 +166,8 @@ def gather_rows(
             _push(c, _first_part(c, low, high, B2, BLOCK), channel, who, begin, low, high, B2, BLOCK, W)
         if B3 > 0:
             _push(d, _first_part(d, low, high, B3, BLOCK), channel, who, begin, low, high, B3, BLOCK, W)
-        arrive(flags[0], who, epoch, slot, W, W_POW2)
-        leave(channel, epoch, slot)
+        arrive(flags[0], who, epoch, tag, W, W_POW2)
+        leave(channel, epoch, tag)
         _zero_gaps(a, channel, plan, who, rows, B0, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
         if B1 > 0:
             _zero_gaps(b, channel, plan, who, rows, B1, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
@@ -175,10 +175,10 @@ def gather_rows(
             _zero_gaps(c, channel, plan, who, rows, B2, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
         if B3 > 0:
             _zero_gaps(d, channel, plan, who, rows, B3, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
-        looks, missing, named = wait(flags[1], who, epoch, slot, looks, W, W_POW2)
+        looks, missing, named = wait(flags[1], who, epoch, tag, looks, W, W_POW2)
         report(table, channel, epoch, missing, named)
     else:
-        leave(channel, epoch, slot)
+        leave(channel, epoch, tag)
     if missing != 0:
         spoil(a, channel, plan, who, rows, missing, B0, BLOCK, W, DP_POW2, REPLICAS, ON_DEVICE)
         if B1 > 0:

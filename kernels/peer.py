@@ -40,7 +40,7 @@ _BLOCK = 16384  # bytes that a block moves at once
 _INTERPRETED_BLOCK = 512
 _WIDEST = 16  # bytes of an access
 # The numbers that each kernel takes, of 64 bits or of 32: table, place, counts, four words each of counts and
-# starts, first, rank, slot, rows, most, looks; then of each field its rows, offset and vectors, or the numbers of a
+# starts, first, rank, tag, rows, most, looks; then of each field its rows, offset and vectors, or the numbers of a
 # combine.
 _COMMON = (I64, I64, I64, *[I64] * 8, *[I32] * 5, I64)
 NUMBERS = {

@@ -6,16 +6,16 @@ that take part launch the same grid. Addresses and numbers are int64.
 
 **The table**, int64 on the own device. Row 0 is shared: [0] whether a wait ever ran out, [1] the address of a word
 that the host reads. Every other row is a channel, one for each (verb, batch): [0] its epoch, [1] the blocks of this
-call that are done with it, [2] the slot used last, [3] the epoch of a wait that ran out, [4] a mask of the ranks
+call that are done with it, [2] the tag used last, [3] the epoch of a wait that ran out, [4] a mask of the ranks
 that were missing, then the addresses of every rank's buffer and of its pad.
 
 **Epochs.** A call's epochs follow the channel's. All of its blocks read that one, and the last block to come behind
 its part advances it, so a replayed graph goes on counting. Of int64 it never wraps.
 
-**One flag for each lane and peer.** Block b of rank r, having written its part to every peer, stores the epoch, its
-slot and how many blocks there are into place (b, r) of each peer's pad (release) and waits until all places of its
-own lane have reached it (acquire). A peer that is in the same epoch with another slot or other blocks made another
-call: it counts as missing. One that is an epoch ahead has seen this rank's flag before that, and told.
+**One flag for each lane and peer.** Block b of rank r, having written its part to every peer, stores the epoch and
+the call's tag into place (b, r) of each peer's pad (release) and waits until all places of its own lane have it
+(acquire). A peer that is in the same epoch with another tag made another call: it counts as missing. One that is an
+epoch ahead has seen this rank's flag before that, and told.
 Equal blocks of all ranks wait for each other only, and blocks start in order, so a grid larger than the device
 advances too.
 
@@ -33,14 +33,15 @@ arrives or waits. What such a call returns is 0xFF in every byte that did not co
 GONE: no wait for it lasts, now or later, and it counts as missing.
 
 Within the kernels a ``plan`` is (counts on the device, four words of counts, four of starts, most rows of a dp
-rank); a ``field`` is (its rows, where its area begins in a buffer, V); ``who`` is (first, rank).
+rank); a ``field`` is (its rows, where its area begins in a buffer, V); ``who`` is (first, rank); a ``tag`` is what
+must be alike in the calls of all ranks: twice the blocks, and the slot in bit 0.
 """
 
 import triton
 import triton.language as tl
 
 HEAD = tl.constexpr(5)  # words of a channel before its addresses
-SPAN = tl.constexpr(512)  # flags of an epoch: twice the blocks that there may be, and the slot
+SPAN = tl.constexpr(512)  # flags of an epoch, one for each tag
 GONE = tl.constexpr(2**62)  # above the flag of any epoch
 
 
@@ -113,15 +114,9 @@ def flags_of(channel, who, W: tl.constexpr, W_POW2: tl.constexpr, R: tl.constexp
 
 
 @triton.jit
-def flag_of(epoch, slot):
-    """The flag of a call: what it is must be equal on all ranks."""
-    return epoch * SPAN + tl.num_programs(0).to(tl.int64) * 2 + slot
-
-
-@triton.jit
-def arrive(theirs, who, epoch, slot, W: tl.constexpr, W_POW2: tl.constexpr):
-    """Tell all peers that this block's part of ``epoch``, in ``slot``, is with them."""
-    flag = flag_of(epoch, slot)
+def arrive(theirs, who, epoch, tag, W: tl.constexpr, W_POW2: tl.constexpr):
+    """Tell all peers that this block's part of ``epoch`` is with them."""
+    flag = epoch * SPAN + tag
     tl.debug_barrier()
     if W == 2:
         tl.atomic_xchg(theirs, flag, sem="release", scope="sys")
@@ -132,20 +127,22 @@ def arrive(theirs, who, epoch, slot, W: tl.constexpr, W_POW2: tl.constexpr):
 
 
 @triton.jit
-def wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
+def wait(mine, who, epoch, tag, looks, W: tl.constexpr, W_POW2: tl.constexpr):
     """Wait until all peers' parts of ``epoch`` are here, for ``looks`` looks at most.
 
     Returns the looks that are left, none after one that was in vain, a mask of the ranks that did not come, and one
     of those to name: if a rank is gone, nobody waits longer for the others, who are not to blame.
     """
     first, rank = who
-    least, same, none = epoch * SPAN, flag_of(epoch, slot), epoch * 0
+    least, none = epoch * SPAN, epoch * 0
+    # Tags are compared in 32 bits, all that they have: on AMD registers are short here.
     if W == 2:
         seen = tl.atomic_add(mine, none, sem="acquire", scope="sys")
         while (seen < least) & (looks > 0):
             seen = tl.atomic_add(mine, none, sem="acquire", scope="sys")
             looks -= 1
-        astray = ((seen < least + SPAN) & (seen != same)) | (seen >= GONE)
+        ahead = seen - least
+        astray = ((ahead < SPAN) & (ahead.to(tl.int32) != tag)) | (seen >= GONE)
         missing = tl.where(astray, (none + 1) << (2 * first + 1 - rank), 0)
         gone = none
     else:
@@ -158,7 +155,8 @@ def wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
             looks -= 1
         tl.atomic_add(mine, tl.zeros([W_POW2], tl.int64), mask=others, sem="acquire", scope="sys")
         bit = (tl.zeros([W_POW2], tl.int64) + 1) << (first + each)
-        astray = ((seen < least + SPAN) & (seen != same)) | (seen >= GONE)
+        ahead = seen - least
+        astray = ((ahead < SPAN) & (ahead.to(tl.int32) != tag)) | (seen >= GONE)
         missing = tl.sum(tl.where(others & astray, bit, 0))
         gone = tl.sum(tl.where(others & (seen >= GONE), bit, 0))
     tl.debug_barrier()
@@ -166,14 +164,14 @@ def wait(mine, who, epoch, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
 
 
 @triton.jit
-def enter(table, channel, flags, who, slot, looks, W: tl.constexpr, W_POW2: tl.constexpr):
+def enter(table, channel, flags, who, tag, looks, W: tl.constexpr, W_POW2: tl.constexpr):
     """Return the epoch that this call builds on, and its looks: none once a wait has run out."""
     epoch = tl.load(channel)
     looks = tl.where(tl.load(table) == 0, looks.to(tl.int64), 0)
-    if (tl.load(channel + 2) == slot) & (looks > 0):
+    if (((tl.load(channel + 2) ^ tag) & 1) == 0) & (looks > 0):
         epoch += 1
-        arrive(flags[0], who, epoch, slot, W, W_POW2)
-        looks, missing, named = wait(flags[1], who, epoch, slot, looks, W, W_POW2)
+        arrive(flags[0], who, epoch, tag, W, W_POW2)
+        looks, missing, named = wait(flags[1], who, epoch, tag, looks, W, W_POW2)
         report(table, channel, epoch, missing, named)
     return epoch, looks
 
@@ -189,12 +187,12 @@ def report(table, channel, epoch, missing, named):
 
 
 @triton.jit
-def leave(channel, epoch, slot):
+def leave(channel, epoch, tag):
     """Advance the channel if this block is the last to come here: then all have read it."""
     done = tl.atomic_add(channel + 1, epoch * 0 + 1, sem="release", scope="gpu")
     if done == tl.num_programs(0) - 1:
         tl.store(channel + 1, 0)
-        tl.store(channel + 2, slot)
+        tl.store(channel + 2, tag)
         tl.store(channel, epoch)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from rocm_dp.kernels import peer as kernels
 from rocm_dp.kernels.driver import Arguments
-from rocm_dp.transports.launch import TwoSlots
+from rocm_dp.transports.launch import TwoSlots, tag_of
 from rocm_dp.transports.places import gaps_of, rounded, share_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CopyLaunch(TwoSlots, ABC):
         self._engine = engine
         party, looks = job.party, job.channels.looks
         head = (job.channels.table, job.channel.place, party.first, party.rank)
-        self._open = tuple(Arguments((*head, slot, looks)) for slot in range(2))
+        self._open = tuple(Arguments((*head, tag_of(slot, 1), looks)) for slot in range(2))
         self._meet = tuple(Arguments(numbers(slot)) for slot in range(2))
         self._copies = tuple(self._copies_to(slot) for slot in range(2))
         self._own = tuple(self._own_copies(slot) for slot in range(2))
@@ -118,7 +118,7 @@ class CopyGather(CopyLaunch):
                 (0, begin + one.offset, one.row_bytes // width) for one, width in zip(fields, widths, strict=True)
             ]
             unused = [(0, 0, 0)] * (kernels.MAX_FIELDS - len(placed))
-            return [*job.numbers(slot), *(number for field in (*placed, *unused) for number in field)]
+            return [*job.numbers(tag_of(slot, 1)), *(number for field in (*placed, *unused) for number in field)]
 
         super().__init__(job, (views(0), views(1)), engine, numbers)
         self._gaps = tuple(self._gaps_of(slot) for slot in range(2))
@@ -174,7 +174,7 @@ class CopyCombine(CopyLaunch):
         self._out, self._form, self._stage_rows, self._out_rows = out, form, stage_rows, out_rows
         self._row_bytes = out.shape[1] * out.itemsize
         unused = [0] * (3 * kernels.MAX_FIELDS)
-        super().__init__(job, ([out], [out]), engine, lambda slot: [*job.numbers(slot), *unused])
+        super().__init__(job, ([out], [out]), engine, lambda slot: [*job.numbers(tag_of(slot, 1)), *unused])
         self._sums: dict[int, tuple[Prepared, tuple[Arguments, Arguments]]] = {}
         self._sum_for(0)
 

@@ -65,11 +65,16 @@ class Job(NamedTuple):
     party: kernels.Party
     blocks: int
 
-    def numbers(self, slot: int) -> list[int]:
-        """Return the numbers that all kernels begin with."""
+    def numbers(self, tag: int) -> list[int]:
+        """Return the numbers that all kernels begin with; ``tag``: of ``tag_of``."""
         party = self.party
         head = (self.channels.table, self.channel.place, *self.rows.words())
-        return [*head, party.first, party.rank, slot, self.rows.rows, self.rows.most, self.channels.looks]
+        return [*head, party.first, party.rank, tag, self.rows.rows, self.rows.most, self.channels.looks]
+
+
+def tag_of(slot: int, blocks: int) -> int:
+    """Return what peers see of a call in its flags, so that one by another verb or transport is found."""
+    return 2 * blocks + slot
 
 
 class TwoSlots:

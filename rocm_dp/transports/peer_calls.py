@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 from rocm_dp.kernels import peer as kernels
 from rocm_dp.kernels.driver import Arguments
-from rocm_dp.transports.launch import TwoSlots
+from rocm_dp.transports.launch import TwoSlots, tag_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -79,6 +79,9 @@ class PushLaunch(TwoSlots, ABC, Generic[Widths]):
             self._settled[widths] = Settled(self._form(widths), both)
         return self._settled[widths]
 
+    def _head(self, slot: int) -> list[int]:
+        return self._job.numbers(tag_of(slot, self._job.blocks))
+
     @abstractmethod
     def _numbers(self, slot: int, widths: Widths) -> list[int]:
         """Return the numbers of a launch into ``slot``, the addresses of its inputs left open."""
@@ -113,7 +116,10 @@ class GatherLaunch(PushLaunch["tuple[int, ...]"]):
             for field, width in zip(self._fields, widths, strict=True)
         ]
         unused = [(0, 0, 0)] * (kernels.MAX_FIELDS - len(fields))
-        return [*self._job.numbers(slot), *(number for field in (*fields, *unused) for number in field)]
+        return [
+            *self._job.numbers(tag_of(slot, self._job.blocks)),
+            *(number for field in (*fields, *unused) for number in field),
+        ]
 
 
 class CombineLaunch(PushLaunch[int]):
@@ -150,7 +156,14 @@ class CombineLaunch(PushLaunch[int]):
 
     def _numbers(self, slot: int, width: int) -> list[int]:
         begin, vecs = slot * self._job.channel.slot_bytes, self._row_bytes // width
-        return [*self._job.numbers(slot), 0, self._out.data_ptr(), begin, vecs, *self._tail]
+        return [
+            *self._job.numbers(tag_of(slot, self._job.blocks)),
+            0,
+            self._out.data_ptr(),
+            begin,
+            vecs,
+            *self._tail,
+        ]
 
 
 class PullLaunch:
@@ -164,7 +177,9 @@ class PullLaunch:
         width = kernels.vector_bytes(row_bytes, out.data_ptr())
         self._form = form(width)
         # The slot is always the one used last: the channel's note of it begins with 1.
-        self._arguments = Arguments([*job.numbers(1), out.data_ptr(), row_bytes // width, out_rows])
+        self._arguments = Arguments(
+            [*job.numbers(tag_of(1, job.blocks)), out.data_ptr(), row_bytes // width, out_rows]
+        )
         self.results = [out], [out]
 
     @property
