@@ -238,10 +238,10 @@ def test_a_leak_exits_with_1_writes_both_reports_and_can_be_judged_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines, html = tmp_path / "soak.jsonl", tmp_path / "soak.html"
-    args = ["--steps", "240", "--inject", "shm", "--json", str(lines), "--html", str(html), "--seed", "3"]
+    args = ["--steps", "240", "--inject", "fd", "--json", str(lines), "--html", str(html), "--seed", "3"]
     done = subprocess.run([*COMMAND, *args], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "looks like a leak of kind shm" in done.stdout
+    assert "looks like a leak of kind fd" in done.stdout
     assert "not sampled: kfd" in done.stdout
     assert "FAILED" in html.read_text()
     assert json.loads(lines.read_text().splitlines()[0])["seed"] == 3

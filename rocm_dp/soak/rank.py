@@ -68,7 +68,9 @@ class Mismatch:
 
 
 class Window:
-    """What is told of the steps since the last sample: their latency, also against early steps of the same kind."""
+    """What is told of the steps since the last sample: their latency, and by how much they are later than early
+    steps of the same kind, over the median of the kinds.
+    """
 
     def __init__(self) -> None:
         self._early: dict[object, list[float]] = defaultdict(list)
@@ -85,10 +87,13 @@ class Window:
         """Return the counters of the window, which has a step at least, and start the next."""
         seconds = sorted(seconds for _, seconds in self._steps)
         rows = sum(step.plan.rows for step, _ in self._steps)
+        early = {kind: median(found) for kind, found in self._early.items()}
+        # What is added to every step is the same for all kinds; how many times longer they take is not.
+        later = median(one - early[step.kind] for step, one in self._steps)
         found = {
             "latency.p50_ms": 1e3 * median(seconds),
             "latency.p99_ms": 1e3 * seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))],
-            "latency.drift": median(one / max(median(self._early[step.kind]), 1e-9) for step, one in self._steps),
+            "latency.drift": 1 + later / max(median(early.values()), 1e-9),
             "program.wasted": 1 - sum(step.plan.total for step, _ in self._steps) / rows if rows else 0.0,
             "program.skew": sum(step.plan.skew for step, _ in self._steps) / len(self._steps),
         }
