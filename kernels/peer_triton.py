@@ -135,7 +135,7 @@ def wait(mine, who, epoch, tag, looks, W: tl.constexpr, W_POW2: tl.constexpr):
     """
     first, rank = who
     least, none = epoch * SPAN, epoch * 0
-    # Tags are compared in 32 bits, all that they have: on AMD registers are short here.
+    # Tags are compared in 32 bits: on AMD registers are short here, and a peer lags by one epoch, not by 2**23.
     if W == 2:
         seen = tl.atomic_add(mine, none, sem="acquire", scope="sys")
         while (seen < least) & (looks > 0):

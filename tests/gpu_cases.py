@@ -40,23 +40,11 @@ def memory_of_forwards(rank: int, transport: str, forwards: int) -> tuple[int, f
     """Forwards of 61 layers in two batches of real width, the host never waiting: bytes that torch reserved more in
     them, and all that it has reserved over what is live.
     """
-    tokens, hidden, layout = 4096, 7168, Grid(2, 2).layout(rank)
+    tokens, hidden = 4096, 7168
     plans = TokenPlan((tokens, tokens // 2), PaddingMode.SUM_LEN).halves()
     torch.cuda.empty_cache()
-    with (
-        Groups.create(layout) as groups,
-        TokenExchange(
-            layout,
-            groups,
-            device=rank_device(),
-            hidden=hidden,
-            dtype=torch.bfloat16,
-            max_rows=2 * tokens,
-            max_local_rows=tokens,
-            options=Options(transport=transport),
-        ) as exchange,
-    ):
-        exchange.reserve(batches=2)
+    options = Options(transport=transport)
+    with reserved(rank, Grid(2, 2), options, hidden=hidden, most=tokens, many=()) as exchange:
 
         def ones(rows: int) -> torch.Tensor:
             return torch.ones(rows, hidden, dtype=torch.bfloat16, device=exchange.device)

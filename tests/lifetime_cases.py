@@ -36,7 +36,7 @@ from rocm_dp.groups import Groups
 from rocm_dp.testing import rank_device
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from rocm_dp import ExchangeStats
 
@@ -57,25 +57,32 @@ def flat(stats: ExchangeStats) -> tuple[int, ...]:
 
 @contextmanager
 def reserved(
-    rank: int, grid: Grid, options: Options, dtype: torch.dtype = torch.bfloat16
+    rank: int,
+    grid: Grid,
+    options: Options,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    hidden: int = H,
+    most: int = MOST,
+    many: Sequence[tuple[int, torch.dtype]] = MANY,
 ) -> Iterator[TokenExchange]:
-    """An exchange with everything reserved for two batches of at most MOST rows a dp rank."""
+    """An exchange with everything reserved for two batches of at most ``most`` rows a dp rank."""
     layout = grid.layout(rank)
-    most = -(-MOST // layout.replicas) * layout.replicas
+    most = -(-most // layout.replicas) * layout.replicas
     with (
         Groups.create(layout) as groups,
         TokenExchange(
             layout,
             groups,
             device=rank_device(),
-            hidden=H,
+            hidden=hidden,
             dtype=dtype,
             max_rows=most * grid.dp,
             max_local_rows=most,
             options=options,
         ) as exchange,
     ):
-        exchange.reserve(batches=2, many=MANY)
+        exchange.reserve(batches=2, many=many)
         yield exchange
 
 

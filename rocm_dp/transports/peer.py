@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from rocm_dp.transports.launch import Launch
 
 _HIP = torch.version.hip is not None
-_STEPS = 4
 # Beside computation one block in so many, and these at least: each takes a compute unit that would multiply. So an
 # overlapped layer took 2 to 7 % less time, at all sizes, on H200.
 _THINNED, _LEAST_BLOCKS = 8, 4
+_STEPS = 4
 _STEP_BYTES = 4 * 2**20  # what a step must move at least to be worth one more wait
 
 

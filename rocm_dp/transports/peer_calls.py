@@ -116,10 +116,7 @@ class GatherLaunch(PushLaunch["tuple[int, ...]"]):
             for field, width in zip(self._fields, widths, strict=True)
         ]
         unused = [(0, 0, 0)] * (kernels.MAX_FIELDS - len(fields))
-        return [
-            *self._job.numbers(tag_of(slot, self._job.blocks)),
-            *(number for field in (*fields, *unused) for number in field),
-        ]
+        return [*self._head(slot), *(number for field in (*fields, *unused) for number in field)]
 
 
 class CombineLaunch(PushLaunch[int]):
@@ -156,14 +153,7 @@ class CombineLaunch(PushLaunch[int]):
 
     def _numbers(self, slot: int, width: int) -> list[int]:
         begin, vecs = slot * self._job.channel.slot_bytes, self._row_bytes // width
-        return [
-            *self._job.numbers(tag_of(slot, self._job.blocks)),
-            0,
-            self._out.data_ptr(),
-            begin,
-            vecs,
-            *self._tail,
-        ]
+        return [*self._head(slot), 0, self._out.data_ptr(), begin, vecs, *self._tail]
 
 
 class PullLaunch:
@@ -177,9 +167,8 @@ class PullLaunch:
         width = kernels.vector_bytes(row_bytes, out.data_ptr())
         self._form = form(width)
         # The slot is always the one used last: the channel's note of it begins with 1.
-        self._arguments = Arguments(
-            [*job.numbers(tag_of(1, job.blocks)), out.data_ptr(), row_bytes // width, out_rows]
-        )
+        head = job.numbers(tag_of(1, job.blocks))
+        self._arguments = Arguments([*head, out.data_ptr(), row_bytes // width, out_rows])
         self.results = [out], [out]
 
     @property
