@@ -17,8 +17,9 @@ import torch
 from rocm_dp import Groups, RankLayout
 from rocm_dp.control import Op
 from rocm_dp.errors import PeerRefusedError
-from rocm_dp.memory import peer, runtime
+from rocm_dp.memory import peer
 from rocm_dp.memory.peer import PeerBuffer
+from rocm_dp.memory.raw import as_tensor
 from rocm_dp.testing import note, rank_device
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def seen(buffer: PeerBuffer, rank: int) -> torch.Tensor:
     """The memory of ``rank`` through this process's mapping of it."""
     address = int(buffer.addresses[rank])
     if buffer.tensor.is_cuda:
-        return runtime.as_tensor(address, NBYTES, buffer.tensor.device)[0]
+        return as_tensor(address, NBYTES, buffer.tensor.device, lambda: None)
     return torch.frombuffer((ctypes.c_uint8 * NBYTES).from_address(address), dtype=torch.uint8)
 
 

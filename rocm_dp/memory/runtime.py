@@ -184,18 +184,3 @@ def link_refusal(device: torch.device, address: int) -> str:
     digits = f"{address:09x}"
     peer = runtime.by_bus_id(f"{digits[:-5]}:{digits[-5:-3]}:{digits[-3:-1]}.{digits[-1]}")
     return "" if peer is None else runtime.link_refusal(device.index, peer)
-
-
-def as_tensor(address: int, nbytes: int, device: torch.device) -> tuple[torch.Tensor, object]:
-    """Return uint8 [nbytes] over raw device memory, and an owner that lives as long as any view of it."""
-
-    class Raw:
-        __cuda_array_interface__ = {  # noqa: RUF012 - the protocol's name and shape
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 2,
-        }
-
-    owner = Raw()
-    return torch.as_tensor(owner, device=device), owner
