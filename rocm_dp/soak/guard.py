@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from rocm_dp.soak.gates import Verdict
 
 
+_SHORTEST = 1e-4  # seconds: how long a shorter step takes is all noise
+
+
 class LeakGuard:
     """Samples this process while ``steps()`` is iterated over; ``finish`` says what leaked.
 
@@ -74,7 +77,7 @@ class LeakGuard:
             self._done = step + 1
             seconds.append(time.perf_counter() - began)
             if self._done % every == 0 or self._done == self._count:
-                now = max(median(seconds), 1e-9)
+                now = max(median(seconds), _SHORTEST)
                 first = first or now
                 self._sample(now / first)
                 del seconds[:]

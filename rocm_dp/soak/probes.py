@@ -25,9 +25,9 @@ def host_probe() -> tuple[Probe, ObjectSampler]:
     """Return the samplers that need neither a GPU nor an exchange, and that of the objects."""
     probe, objects = Probe(), ObjectSampler()
     probe.add("host", HostSampler)
-    probe.add("heap", HeapSampler)
     probe.add("shm", ShmSampler)
     probe.add("objects", lambda: objects)
+    probe.add("heap", HeapSampler)  # after those, who collect garbage first
     probe.add("hsa", SignalSampler)
     return probe, objects
 
