@@ -301,7 +301,9 @@ def test_an_overlapped_prefill_that_was_not_measured_is_copied() -> None:
         ((2048, 2048), False, TUNED, True),
         ((8, 8), True, TUNED, True),
         ((8, 8), False, Table(), False),
-        ((8, 8), True, Table(), True),
+        ((8, 8), True, Table(), False),
+        ((8192, 8192), False, Table(), False),
+        ((8192, 8192), True, Table(), False),
     ],
 )
 def test_overlap_pays_where_it_was_measured_to(
@@ -313,10 +315,30 @@ def test_overlap_pays_where_it_was_measured_to(
     assert verdict.reason.startswith("measured" if table is TUNED else "not measured")
 
 
-def test_a_prefill_pays_unless_there_is_nothing_to_split() -> None:
-    for counts, pays in (((8, 0), True), ((1, 0), False), ((0, 0), False)):
-        plan = TokenPlan(counts, PaddingMode.SUM_LEN, Phase.PREFILL)
-        assert overlap_verdict(plan, QUALIFIED, Table(), graph=False).pays is pays
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "facts", "pays"),
+    [
+        ((4096, 0), QUALIFIED, True),
+        ((2048, 2047), QUALIFIED, False),
+        ((1, 0), QUALIFIED, False),
+        ((0, 0), QUALIFIED, False),
+        ((4096, 4096), Facts(qualified=("peer",)), False),
+        ((4096, 4096), Facts(), False),
+    ],
+)
+def test_unmeasured_only_a_large_prefill_that_can_be_copied_pays(
+    counts: tuple[int, ...], facts: Facts, pays: bool, graph: bool
+) -> None:
+    plan = TokenPlan(counts, PaddingMode.SUM_LEN, Phase.PREFILL)
+    verdict = overlap_verdict(plan, facts, Table(), graph=graph)
+    assert verdict.pays is pays
+    assert not overlap_verdict(plan, facts, Table(("peer", "all_gather_v")), graph=graph).pays
+
+
+def test_counts_on_the_device_are_not_split_unmeasured() -> None:
+    plan = GraphPlan(2, capacity=16384, per_rank_capacity=8192, device=torch.device("cpu"))
+    assert not overlap_verdict(plan, QUALIFIED, Table(), graph=True).pays
 
 
 def test_an_all_reduce_comes_last_whatever_was_measured() -> None:
