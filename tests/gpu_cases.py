@@ -61,6 +61,8 @@ def memory_of_forwards(rank: int, transport: str, forwards: int) -> tuple[int, f
                 pending.wait()
 
         interleave(layers(0), layers(1))
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what opening used and gave back is not of the forwards
         before = torch.cuda.memory_reserved()
         for _ in range(forwards):
             interleave(layers(0), layers(1))
