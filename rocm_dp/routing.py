@@ -17,9 +17,9 @@ OVER_MEMORY = ("peer", "copy_engine")
 NEED_PROOF = (*OVER_MEMORY, "aiter")  # trusted only after they passed a self-test on this very machine
 LAST = "all_reduce"  # whatever was measured: it needs room for all rows where the others need a dp rank's
 _HALVES = 2
-# Rows of a step that pays in two halves where nothing was measured. On 2 x H200 6172 took 9 to 17 % less time, but
-# 93 at least 1.6 times as long: docs/overlap.md.
-_LARGE = 4096
+# Rows a dp rank of a prefill that is run in halves where nothing was measured. On 2 x H200 3086 took 9 to 19 % less
+# time so, and 47 took 1.6 times as long; this is on the careful side of what lies between: docs/overlap.md.
+_LARGE = 2048
 _FIRST = "first in the table that can"
 
 
@@ -154,8 +154,8 @@ def chosen_name(verdicts: tuple[TransportVerdict, ...]) -> str:
 def overlap_verdict(plan: TokenPlan | GraphPlan, facts: Facts, table: Table, *, graph: bool) -> OverlapVerdict:
     """Say whether a step of ``plan`` is faster as two halves, one computing while the other's rows are under way.
 
-    By what was measured, if anything was. Otherwise a large prefill is, whose rows can go by copies: halves of
-    fewer rows read the weights twice for nothing, and kernels beside computation take its compute units.
+    By what was measured for this use, if anything was. Otherwise a large prefill is whose rows can go by copies:
+    halves of few rows read the weights twice for nothing, and kernels beside computation take its compute units.
     """
     times = table.times(plan, Use(graph=graph))
     names = [name for name in table.order if name != LAST and refusal(name, plan, facts) is None]
@@ -166,10 +166,9 @@ def overlap_verdict(plan: TokenPlan | GraphPlan, facts: Facts, table: Table, *, 
         return OverlapVerdict(halves < whole, f"measured: {halves:.1f} us a layer in halves, {whole:.1f} at once")
     if isinstance(plan, TokenPlan) and plan.total < _HALVES:
         return OverlapVerdict(pays=False, reason="there is nothing to split")
-    if not isinstance(plan, TokenPlan) or plan.phase is not Phase.PREFILL or plan.total < _LARGE:
-        return OverlapVerdict(
-            pays=False, reason=f"not measured here: less than a prefill of {_LARGE} rows rarely gains"
-        )
+    large = f"a prefill of {_LARGE} rows a rank and more"
+    if not isinstance(plan, TokenPlan) or plan.phase is not Phase.PREFILL or plan.total < _LARGE * len(plan.counts):
+        return OverlapVerdict(pays=False, reason=f"not measured here: only {large} is split then")
     if "copy_engine" not in names:
-        return OverlapVerdict(pays=False, reason="not measured here: without copies by DMA a prefill rarely gains")
-    return OverlapVerdict(pays=True, reason=f"not measured here: a prefill of {_LARGE} rows and more mostly gains")
+        return OverlapVerdict(pays=False, reason="not measured here: only what can go by copy_engine is split then")
+    return OverlapVerdict(pays=True, reason=f"not measured here: {large} is split then")

@@ -32,7 +32,7 @@ def seen(buffer: PeerBuffer, rank: int) -> torch.Tensor:
     """The memory of ``rank`` through this process's mapping of it."""
     address = int(buffer.addresses[rank])
     if buffer.tensor.is_cuda:
-        return as_tensor(address, NBYTES, buffer.tensor.device, lambda: None)
+        return as_tensor(address, NBYTES, buffer.tensor.device)[0]
     return torch.frombuffer((ctypes.c_uint8 * NBYTES).from_address(address), dtype=torch.uint8)
 
 

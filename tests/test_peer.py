@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import peer_cases as cases
 import pytest
+import torch
 
 from rocm_dp.errors import PeerRefusedError, RankFailedError
+from rocm_dp.memory import peer, runtime
+from rocm_dp.memory.peer import IpcProvider
 from rocm_dp.memory.shared import SharedMemory, open_shared
 from rocm_dp.platform import host_id
 from rocm_dp.testing import RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Ranks = Callable[[int], RankPool]
 
@@ -23,6 +29,84 @@ if TYPE_CHECKING:
 def test_every_rank_reads_and_writes_the_memory_of_all_and_leaves_no_descriptor(ranks: Ranks, world: int) -> None:
     for counted in ranks(world).run(cases.everyone_writes_to_everyone, world, 6):
         assert len(set(counted[1:])) == 1
+
+
+class FakeRuntime:
+    """Memory of the CPU in place of a GPU's; what was done with it, in order."""
+
+    def __init__(self) -> None:
+        self.log, self.held = list[str](), dict[int, object]()
+
+    def allocate(self, nbytes: int, *, uncached: bool) -> int:
+        assert not uncached
+        memory = (ctypes.c_uint8 * nbytes)()
+        self.held[ctypes.addressof(memory)] = memory
+        self.log.append("allocate")
+        return ctypes.addressof(memory)
+
+    def handle(self, address: int) -> tuple[int, ...]:
+        assert address in self.held
+        return (0,) * 8
+
+    def open(self, words: Sequence[int]) -> int:
+        return len(words)
+
+    def close(self, address: int) -> None:
+        self.log.append(f"unmap {address}")
+
+    def free(self, address: int) -> None:
+        del self.held[address]
+        self.log.append("free")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    made = FakeRuntime()
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(runtime, "loaded_runtime", lambda: made)
+    return made
+
+
+def offered() -> IpcProvider:
+    return IpcProvider(64, torch.device("cpu"), uncached=False)
+
+
+def test_own_memory_is_freed_once_and_behind_its_last_view(fake: FakeRuntime) -> None:
+    provider = offered()
+    provider.open((1, 2))
+    view = provider.tensor[8:]
+    provider.unmap()
+    provider.free()
+    assert fake.log == ["allocate", "unmap 2"]
+    view.fill_(3)
+    del view
+    assert fake.log == ["allocate", "unmap 2", "free"]
+
+
+def test_a_provider_that_is_only_dropped_frees_its_memory(fake: FakeRuntime) -> None:
+    offered()
+    gc.collect()
+    assert fake.log == ["allocate", "free"]
+
+
+def test_memory_that_a_peer_may_write_to_is_never_freed(fake: FakeRuntime) -> None:
+    offered().abandon()
+    gc.collect()
+    assert fake.log == ["allocate"]
+
+
+@pytest.mark.parametrize("name", ["handle", "as_tensor"])
+def test_memory_that_can_not_be_offered_is_freed_once(
+    fake: FakeRuntime, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def fails(*_: object) -> None:
+        raise PeerRefusedError("not today")
+
+    monkeypatch.setattr(fake if name == "handle" else peer, name, fails)
+    with pytest.raises(PeerRefusedError, match="not today"):
+        offered()
+    gc.collect()
+    assert fake.log == ["allocate", "free"]
 
 
 def test_mappings_are_gone_with_the_buffer(ranks: Ranks) -> None:

@@ -321,6 +321,7 @@ def test_overlap_pays_where_it_was_measured_to(
     [
         ((4096, 0), QUALIFIED, True),
         ((2048, 2047), QUALIFIED, False),
+        ((256,) * 16, QUALIFIED, False),
         ((1, 0), QUALIFIED, False),
         ((0, 0), QUALIFIED, False),
         ((4096, 4096), Facts(qualified=("peer",)), False),

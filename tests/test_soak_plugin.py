@@ -5,11 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from rocm_dp.errors import ConfigError
 from rocm_dp.soak.guard import LeakGuard
+from rocm_dp.soak.inject import INJECTIONS
+from rocm_dp.soak.outcome import cause_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytest_plugins = ("pytester",)
 
@@ -149,6 +155,29 @@ def test_a_guard_outside_pytest_finds_a_leaked_thread() -> None:
     assert "threads LEAK: never back to" in said
     [verdict] = [verdict for verdict in guard.verdicts() if verdict.name == "threads"]
     assert 0 < verdict.hours_left < 1
+
+
+def found_by(step: Callable[[int], object]) -> tuple[set[str], str]:
+    """The counters that fail over 2,000 steps, and the cause that is named."""
+    with LeakGuard(2000) as guard:
+        for number in guard.steps():
+            step(number)
+        verdicts = guard.verdicts()
+    return {verdict.name for verdict in verdicts if not verdict.passed} - {"latency.drift"}, cause_of(verdicts)
+
+
+def test_numbers_kept_of_each_step_are_found_though_no_collector_tracks_them() -> None:
+    kept: list[float] = []
+    assert found_by(lambda number: kept.append(number + 0.5)) == ({"heap.blocks"}, "rss")
+    assert found_by(lambda number: number + 0.5) == (set(), "")
+
+
+def test_memory_kept_of_each_step_is_named_so_however_long_the_run() -> None:
+    leak = INJECTIONS["rss"](None)  # type: ignore[arg-type]
+    failed, cause = found_by(leak.step)
+    leak.close()
+    assert {"rss", "heap.used"} <= failed
+    assert cause == "rss"
 
 
 @pytest.mark.parametrize("steps", [0, 31, 2.5, None])

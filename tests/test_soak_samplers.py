@@ -21,7 +21,7 @@ from exchange_cases import Grid, an_exchange
 from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
 
 from rocm_dp.soak.device import ExchangeSampler, TorchSampler
-from rocm_dp.soak.heap import FEW_RECORDS, ONE_ARENA, HeapSampler
+from rocm_dp.soak.heap import FEW_RECORDS, ONE_ARENA, BlockSampler, HeapSampler
 from rocm_dp.soak.host import HostSampler, ShmSampler, fd_kind, host_limits
 from rocm_dp.soak.kfd import KfdSampler
 from rocm_dp.soak.objects import ObjectSampler
@@ -94,6 +94,18 @@ def test_a_c_library_without_the_numbers_is_said_to_be_one(monkeypatch: pytest.M
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     with pytest.raises(AbsentError, match="no mallinfo2"):
         HeapSampler()
+
+
+def test_numbers_that_python_does_not_track_are_counted_as_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = BlockSampler()
+    before = sampler.read()["heap.blocks"]
+    kept = [float(number) for number in range(1000)]
+    assert 1000 <= sampler.read()["heap.blocks"] - before < 1100
+    kept.clear()
+    assert sampler.read()["heap.blocks"] - before < 200  # Python keeps some for the next
+    monkeypatch.setattr(sys, "getallocatedblocks", lambda: 0)
+    with pytest.raises(AbsentError, match="PYTHONMALLOC"):
+        BlockSampler()
 
 
 def test_ranks_of_a_soak_have_one_arena() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -74,14 +75,16 @@ class IpcProvider:
         self._device = device
         self._runtime = runtime.loaded_runtime()
         with torch.inference_mode(mode=False), torch.cuda.device(device):
-            self._own = _Allocation(self._runtime, device, nbytes, uncached=uncached)
+            address = self._runtime.allocate(nbytes, uncached=uncached)
             try:
-                self.words = self._runtime.handle(self._own.address)
-                # Results are views of it: it must not go before the last of them.
-                self.tensor = as_tensor(self._own.address, nbytes, device, self._own.free)
+                self.words = self._runtime.handle(address)
+                self.tensor, owner = as_tensor(address, nbytes, device)
             except BaseException:
-                self._own.free()
+                self._runtime.free(address)
                 raise
+        # Results are views of it: it must not go before the last of them.
+        self._freed = weakref.finalize(owner, _free, self._runtime, device, address)
+        self._freed.atexit = False
         self._mapped: list[int] = []
 
     def open(self, words: Sequence[int]) -> int:
@@ -102,21 +105,12 @@ class IpcProvider:
 
     def abandon(self) -> None:
         """Leave the own memory to the end of the process: a peer may yet write to it."""
-        self._own.abandoned = True
+        self._freed.detach()
 
 
-class _Allocation:
-    """Device memory of the runtime. Apart from the provider, which the memory's own tensor must not keep."""
-
-    def __init__(self, loaded: runtime.Runtime, device: torch.device, nbytes: int, *, uncached: bool) -> None:
-        self._runtime, self._device, self.abandoned = loaded, device, False
-        self.address = loaded.allocate(nbytes, uncached=uncached)
-
-    def free(self) -> None:
-        """Free it, unless it was abandoned."""
-        if not self.abandoned:
-            with torch.cuda.device(self._device):
-                self._runtime.free(self.address)
+def _free(loaded: runtime.Runtime, device: torch.device, address: int) -> None:
+    with torch.cuda.device(device):
+        loaded.free(address)
 
 
 class SymmetricProvider:

@@ -65,12 +65,12 @@ COUNTERS = (
     Counter("shm.bytes", Kind.EXACT, "bytes", "shm"),
     Counter("fds.*", Kind.EXACT, "fds", "fd"),
     Counter("objects.*", Kind.EXACT, "objects", "object"),
-    # Not exactly: numbers and strings come and go, and some are kept for the next.
-    Counter("heap.blocks", Kind.SLOPE, "blocks", "object", effect=1000.0),
     # Not exactly: the C library's allocator splits and joins mappings as it likes.
     Counter("maps", Kind.SLOPE, "mappings", "rss", effect=4.0),
     Counter("heap.used", Kind.SLOPE, "bytes", "rss", effect=_MIB / 2),
     Counter("rss", Kind.SLOPE, "bytes", "rss", effect=_MIB / 2),
+    # Not exactly: numbers and strings come and go, and some are kept for the next.
+    Counter("heap.blocks", Kind.SLOPE, "blocks", "rss", effect=1000.0),
     # A library that others map too is divided among them: they end, and our share grows.
     Counter("pss", Kind.SHOWN, "bytes"),
     Counter("memlock", Kind.EXACT, "bytes", "rss"),

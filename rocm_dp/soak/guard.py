@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rocm_dp.soak.gates import Verdict
 
 
-_SHORTEST = 1e-4  # seconds: how long a shorter step takes is all noise
+_SHORTEST = 20e-6  # seconds: of shorter steps a timer and a scheduler make more than the share that is judged
 
 
 class LeakGuard:

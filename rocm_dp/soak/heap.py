@@ -26,11 +26,7 @@ class _Mallinfo2(ctypes.Structure):
 
 
 class HeapSampler:
-    """``heap.used``: bytes allocated and not freed, in all arenas and by mmap (glibc 2.33 and newer).
-
-    ``heap.blocks``: those of Python's own allocator, where numbers and strings lie too, which its collector does
-    not track. A reference that an extension forgets to give back shows there.
-    """
+    """``heap.used``: bytes allocated and not freed, in all arenas and by mmap (glibc 2.33 and newer)."""
 
     name = "heap"
 
@@ -42,7 +38,24 @@ class HeapSampler:
         self._ask.restype = _Mallinfo2
 
     def read(self) -> dict[str, float]:
-        """Ask the allocators."""
+        """Ask the allocator."""
         found = self._ask()
-        used = float(found.uordblks + found.hblkhd)
-        return {"heap.used": used, "heap.blocks": float(sys.getallocatedblocks())}
+        return {"heap.used": float(found.uordblks + found.hblkhd)}
+
+
+class BlockSampler:
+    """``heap.blocks``: blocks in use of Python's own allocator.
+
+    Numbers and strings lie there too, which its collector does not track: a reference that an extension forgets to
+    give back shows here long before it does in ``rss``.
+    """
+
+    name = "blocks"
+
+    def __init__(self) -> None:
+        if not sys.getallocatedblocks():
+            raise AbsentError("Python's allocator is not in use (PYTHONMALLOC)")
+
+    def read(self) -> dict[str, float]:
+        """Ask the allocator."""
+        return {"heap.blocks": float(sys.getallocatedblocks())}

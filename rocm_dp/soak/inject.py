@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _RSS_BYTES = 128 * 1024
 _TENSOR_BYTES = 4096
-_SLOWER = 100e-6  # seconds, more each step
+_SLOWER = 100e-6  # seconds, more each step: to be seen in some hundred of them beside whatever else runs
 # A unit is lost once in so many steps.
 _RARELY = 4
 

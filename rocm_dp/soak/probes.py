@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rocm_dp.soak.device import ExchangeSampler, TorchSampler
-from rocm_dp.soak.heap import HeapSampler
+from rocm_dp.soak.heap import BlockSampler, HeapSampler
 from rocm_dp.soak.host import HostSampler, ShmSampler, host_limits
 from rocm_dp.soak.kfd import KfdSampler
 from rocm_dp.soak.objects import ObjectSampler
@@ -27,7 +27,9 @@ def host_probe() -> tuple[Probe, ObjectSampler]:
     probe.add("host", HostSampler)
     probe.add("shm", ShmSampler)
     probe.add("objects", lambda: objects)
-    probe.add("heap", HeapSampler)  # after those, who collect garbage first
+    # After the objects, whose sampler collects garbage first.
+    probe.add("heap", HeapSampler)
+    probe.add("blocks", BlockSampler)
     probe.add("hsa", SignalSampler)
     return probe, objects
 
