@@ -53,14 +53,16 @@ def cases_for(grid: Grid, dtype: torch.dtype, transport: str | None) -> list[Cas
     ]
 
 
-# Eight ranks on a small machine take long: of their layouts a few, the others with -m soak.
-QUICK = {(8, 1), (4, 1), (2, 2), (1, 1)}
+# Six and eight ranks on a small machine take long: of their layouts a few, the others with -m soak.
+QUICK = {(8, 8, 1), (8, 4, 1), (8, 2, 2), (6, 6, 1), (6, 3, 1), (6, 2, 3)}
 
 
 @pytest.mark.parametrize(
     "grid",
     [
-        pytest.param(grid, marks=pytest.mark.soak) if grid.world == 8 and (grid.dp, grid.cp) not in QUICK else grid
+        pytest.param(grid, marks=pytest.mark.soak)
+        if grid.world > 4 and (grid.world, grid.dp, grid.cp) not in QUICK
+        else grid
         for grid in GRIDS
     ],
     ids=lambda g: f"world{g.world}-dp{g.dp}-cp{g.cp}",

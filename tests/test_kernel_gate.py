@@ -54,13 +54,14 @@ def cache(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path / "triton"
 
 
-def judged_here(rank: int, folder: str) -> dict[str, Any]:
-    """Judge one architecture; each rank takes its own."""
-    found = judge([ARCHES[rank]], cache=Path(folder) / ARCHES[rank])
+def judged_here(rank: int, folder: str, share: int) -> dict[str, Any]:
+    """Judge one architecture, each rank its own; of the row kernels one form in ``share``, each rank others."""
+    forms = [*list(row_forms())[rank % share :: share], *peer_forms()]
+    found = judge([ARCHES[rank]], forms, cache=Path(folder) / ARCHES[rank])
     return {
         "verbs": {one.form.verb for one in found},
         "faults": [(one.form.verb, one.form.rows, one.faults) for one in found if one.faults],
-        "forms": len(found),
+        "forms": {name_of(one.form) for one in found},
         "keys": len({one.key for one in found}),
         "narrowest_of_aligned": min(
             min(w for _, w in one.code.accesses) for one in found if one.form.vec_bytes == 16
@@ -71,14 +72,24 @@ def judged_here(rank: int, folder: str) -> dict[str, Any]:
     }
 
 
-def test_no_kernel_has_a_fault_on_either_architecture(tmp_path: Path) -> None:
+def name_of(form: Form) -> tuple[object, ...]:
+    return form.verb, form.rows, form.call, form.large, form.only_rows
+
+
+# In halves each form is compiled for one of the architectures, each verb, call and width for both.
+@pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.soak)])
+def test_no_kernel_has_a_fault_on_either_architecture(tmp_path: Path, share: int) -> None:
     with RankPool(len(ARCHES), backend="gloo", timeout=280.0) as pool:
-        answers = pool.run(judged_here, str(tmp_path))
+        answers = pool.run(judged_here, str(tmp_path), share)
+    every = {name_of(form) for form in all_forms()}
+    assert set().union(*(found["forms"] for found in answers)) == every
     for found in answers:
         over_peers = {"gather_rows", "combine_rows", "pull_rows", "open_slot", "meet", "sum_rows"}
         assert found["verbs"] == {*VERBS, "compact_rows", "expand_rows", *over_peers}
         assert found["faults"] == []
-        assert found["forms"] == len(list(all_forms()))
+        if share == 1:
+            assert found["forms"] == every
+        assert {name[:2] for name in found["forms"]} == {name[:2] for name in every}
         # Forms whose rows differ only in what a launch passes as a number share their code.
         assert found["keys"] > len(ROWS)
         assert found["narrowest_of_aligned"] >= 4

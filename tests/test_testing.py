@@ -371,6 +371,7 @@ def open_things() -> tuple[list[str], int]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.soak
 @pytest.mark.usefixtures("lasting_pool", "no_rank_left")
 def test_five_pools_leave_no_descriptor_thread_or_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -124,6 +124,7 @@ def test_a_wrong_address_is_told_with_the_address_in_bounded_time(hosts: Hosts) 
     assert all_are_gone(hosts)
 
 
+@pytest.mark.soak
 def test_validate_passes_under_torchrun_on_both(hosts: Hosts) -> None:
     agents = [
         host.python(

@@ -32,19 +32,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Compile, judge, print; return 0 when no kernel has a fault, else 1."""
     try:
-        from rocm_dp.aot.gate import judge, write_manifest
+        from rocm_dp.aot.gate import forms_of, judge, write_manifest
     except ModuleNotFoundError as error:
         raise ConfigError(f"rocm-dp kernels needs {error.name}, which is not installed") from error
+    arches, forms = [arch.strip() for arch in args.arch.split(",")], forms_of(args.only)
     if args.save:
         args.save.mkdir(parents=True, exist_ok=True)
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("compiling", total=None)
-        judged = judge(
-            [arch.strip() for arch in args.arch.split(",")],
-            only=args.only,
-            cache=args.save,
-            on_done=lambda: progress.advance(task),
-        )
+        task = progress.add_task("compiling", total=len(arches) * len(forms))
+        judged = judge(arches, forms, cache=args.save, on_done=lambda: progress.advance(task))
     if args.save:
         write_manifest(args.save, judged)
         console.print(f"{len(judged)} kernels saved in {args.save}", markup=False)

@@ -17,7 +17,7 @@ from rocm_dp.files import write_atomically
 from rocm_dp.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
 
     from rocm_dp.aot.catalog import Form
@@ -37,22 +37,26 @@ class Judged:
     digest: str
 
 
-def judge(
-    arches: Iterable[str],
-    *,
-    only: str | None = None,
-    cache: Path | None = None,
-    on_done: Callable[[], object] = lambda: None,
-) -> list[Judged]:
-    """Compile every form for every architecture into ``cache`` (None: Triton's own) and judge the code.
-
-    ``only``: the kernel of this name. ``on_done`` is called after each. Raises ConfigError for an unknown
-    architecture or kernel.
-    """
+def forms_of(only: str | None) -> list[Form]:
+    """Return every form, or those of the kernel ``only``; raise ConfigError when there is no such kernel."""
     forms = [form for form in all_forms() if only in (None, form.verb)]
     if not forms:
         names = sorted({form.verb for form in all_forms()})
         raise ConfigError(f"kernel must be one of {', '.join(names)}, got {only}")
+    return forms
+
+
+def judge(
+    arches: Iterable[str],
+    forms: Sequence[Form],
+    *,
+    cache: Path | None = None,
+    on_done: Callable[[], object] = lambda: None,
+) -> list[Judged]:
+    """Compile each form for every architecture into ``cache`` (None: Triton's own) and judge the code.
+
+    ``on_done`` is called after each. Raises ConfigError for an unknown architecture.
+    """
     judged = []
     for arch in arches:
         with compiling_for(arch, cache):
