@@ -17,8 +17,8 @@ OVER_MEMORY = ("peer", "copy_engine")
 NEED_PROOF = (*OVER_MEMORY, "aiter")  # trusted only after they passed a self-test on this very machine
 LAST = "all_reduce"  # whatever was measured: it needs room for all rows where the others need a dp rank's
 _HALVES = 2
-# Rows a dp rank of a prefill that is run in halves where nothing was measured. On 2 x H200 3086 took 9 to 19 % less
-# time so, and 47 took 1.6 times as long; this is on the careful side of what lies between: docs/overlap.md.
+# Rows a dp rank, on average, of a prefill that is run in halves where nothing was measured. On 2 x H200 3086 took 9
+# to 19 % less time so, 47 took 1.6 times as long; what lies between is left alone: docs/overlap.md.
 _LARGE = 2048
 _FIRST = "first in the table that can"
 
@@ -157,6 +157,8 @@ def overlap_verdict(plan: TokenPlan | GraphPlan, facts: Facts, table: Table, *, 
     By what was measured for this use, if anything was. Otherwise a large prefill is whose rows can go by copies:
     halves of few rows read the weights twice for nothing, and kernels beside computation take its compute units.
     """
+    if isinstance(plan, TokenPlan) and plan.total < _HALVES:
+        return OverlapVerdict(pays=False, reason="there is nothing to split")
     times = table.times(plan, Use(graph=graph))
     names = [name for name in table.order if name != LAST and refusal(name, plan, facts) is None]
     able = {kind: us for kind, us in times.items() if kind[0] in names}
@@ -164,9 +166,7 @@ def overlap_verdict(plan: TokenPlan | GraphPlan, facts: Facts, table: Table, *, 
     halves = min((us for (_, overlapped), us in able.items() if overlapped), default=None)
     if whole is not None and halves is not None:
         return OverlapVerdict(halves < whole, f"measured: {halves:.1f} us a layer in halves, {whole:.1f} at once")
-    if isinstance(plan, TokenPlan) and plan.total < _HALVES:
-        return OverlapVerdict(pays=False, reason="there is nothing to split")
-    large = f"a prefill of {_LARGE} rows a rank and more"
+    large = f"a prefill of {_LARGE} rows a dp rank and more"
     if not isinstance(plan, TokenPlan) or plan.phase is not Phase.PREFILL or plan.total < _LARGE * len(plan.counts):
         return OverlapVerdict(pays=False, reason=f"not measured here: only {large} is split then")
     if "copy_engine" not in names:

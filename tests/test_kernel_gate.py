@@ -76,7 +76,8 @@ def name_of(form: Form) -> tuple[object, ...]:
     return form.verb, form.rows, form.call, form.large, form.only_rows
 
 
-# In halves each form is compiled for one of the architectures, each verb, call and width for both.
+# In halves each form is compiled for one of the architectures; each verb, call and width for both, not with buffers
+# on either side of 2 GiB.
 @pytest.mark.parametrize("share", [2, pytest.param(1, marks=pytest.mark.soak)])
 def test_no_kernel_has_a_fault_on_either_architecture(tmp_path: Path, share: int) -> None:
     with RankPool(len(ARCHES), backend="gloo", timeout=280.0) as pool:
@@ -89,7 +90,7 @@ def test_no_kernel_has_a_fault_on_either_architecture(tmp_path: Path, share: int
         assert found["faults"] == []
         if share == 1:
             assert found["forms"] == every
-        assert {name[:2] for name in found["forms"]} == {name[:2] for name in every}
+        assert {name[:3] for name in found["forms"]} == {name[:3] for name in every}
         # Forms whose rows differ only in what a launch passes as a number share their code.
         assert found["keys"] > len(ROWS)
         assert found["narrowest_of_aligned"] >= 4

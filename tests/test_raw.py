@@ -23,13 +23,16 @@ CPU = torch.device("cpu")
 NBYTES = 64
 
 
+Made = tuple["Callable[[], torch.Tensor]", list[str]]
+
+
 @pytest.fixture
 def memory() -> ctypes.Array[ctypes.c_uint8]:
     return (ctypes.c_uint8 * NBYTES)(*range(NBYTES))
 
 
 @pytest.fixture
-def made(memory: ctypes.Array[ctypes.c_uint8]) -> Iterator[tuple[Callable[[], torch.Tensor], list[str]]]:
+def made(memory: ctypes.Array[ctypes.c_uint8]) -> Iterator[Made]:
     """A function that makes a tensor, and what was released so far."""
     released: list[str] = []
 
@@ -40,9 +43,6 @@ def made(memory: ctypes.Array[ctypes.c_uint8]) -> Iterator[tuple[Callable[[], to
 
     yield make, released
     gc.collect()
-
-
-Made = tuple["Callable[[], torch.Tensor]", list[str]]
 
 
 def test_a_tensor_shares_the_memory_both_ways(memory: ctypes.Array[ctypes.c_uint8]) -> None:
@@ -138,14 +138,32 @@ def test_a_number_kept_of_each_would_be_seen(memory: ctypes.Array[ctypes.c_uint8
     assert blocks_of(make, 1000) > 900
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+@pytest.mark.skipif(bool(torch.version.cuda or torch.version.hip), reason="this torch asks the driver first")
 def test_memory_of_a_gpu_is_taken_for_that_and_not_touched_before() -> None:
-    if torch.version.cuda or torch.version.hip:
-        pytest.skip("torch asks the driver first")
     with pytest.raises(AssertionError, match="CUDA"):
         as_tensor(4096, NBYTES, torch.device("cuda", 0))
+
+
+def test_a_gpu_must_be_named() -> None:
     with pytest.raises(AssertionError, match="which GPU"):
         as_tensor(4096, NBYTES, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_when_torch_refuses_nothing_is_kept(
+    memory: ctypes.Array[ctypes.c_uint8], monkeypatch: pytest.MonkeyPatch, *, taken: bool
+) -> None:
+    def refuses(capsule: object) -> None:
+        if taken:
+            torch.utils.dlpack.from_dlpack(capsule)
+        raise RuntimeError("not today")
+
+    def make(_: int) -> None:
+        with pytest.raises(RuntimeError, match="not today"):
+            as_tensor(ctypes.addressof(memory), NBYTES, CPU)
+
+    monkeypatch.setattr(raw, "from_dlpack", refuses)
+    assert blocks_of(make, 1000) < 100
 
 
 @pytest.mark.parametrize(("hip", "number"), [(False, 2), (True, 10)])

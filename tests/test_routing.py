@@ -337,6 +337,13 @@ def test_unmeasured_only_a_large_prefill_that_can_be_copied_pays(
     assert not overlap_verdict(plan, facts, Table(("peer", "all_gather_v")), graph=graph).pays
 
 
+@pytest.mark.parametrize("counts", [(1, 0), (0, 0)])
+def test_one_row_is_not_split_whatever_was_measured(counts: tuple[int, ...]) -> None:
+    plan = TokenPlan(counts, PaddingMode.SUM_LEN, Phase.DECODE)
+    verdict = overlap_verdict(plan, QUALIFIED, TUNED, graph=True)
+    assert (verdict.pays, verdict.reason) == (False, "there is nothing to split")
+
+
 def test_counts_on_the_device_are_not_split_unmeasured() -> None:
     plan = GraphPlan(2, capacity=16384, per_rank_capacity=8192, device=torch.device("cpu"))
     assert not overlap_verdict(plan, QUALIFIED, Table(), graph=True).pays
