@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from rocm_dp.testing import RankPool
@@ -59,3 +60,12 @@ def ranks() -> Iterator[Callable[[int], RankPool]]:
     yield pool
     for made in pools.values():
         made.close()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[RankPool]:
+    """Two ranks over NCCL or RCCL, a GPU each."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    with RankPool(2, backend="nccl", timeout=280.0) as pool:
+        yield pool

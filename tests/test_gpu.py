@@ -39,14 +39,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 PAIR = Grid(2, 2)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    with RankPool(2, backend="nccl", timeout=240.0) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("grid", [Grid(2, 2), Grid(2, 1), Grid(2, 1, 2)], ids=str)
 @pytest.mark.parametrize("transport", [None, "peer", "copy_engine", "all_gather", "all_gather_v", "all_reduce"])
 def test_every_verb_equals_the_oracle(pair: RankPool, grid: Grid, transport: str | None) -> None:

@@ -6,25 +6,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 import sglang_cases
-import torch
 from exchange_cases import Grid
 
 from rocm_dp.integrations.sglang import DpPaddingMode
-from rocm_dp.testing import RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from rocm_dp.testing import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 GRIDS = [Grid(2, 2), Grid(2, 1), Grid(2, 1, 2)]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    with RankPool(2, backend="nccl", timeout=500.0) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

@@ -5,27 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from soak_cases import soaked
 
 from rocm_dp.soak.config import REQUIRED, SoakConfig
 from rocm_dp.soak.gates import Status
 from rocm_dp.soak.selftest import self_test
-from rocm_dp.testing import RankPool
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from rocm_dp.testing import RankPool
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 PAIR = SoakConfig(ranks=2, dp=2, steps=800, required=(*REQUIRED, "torch"))
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 GPUs")
-    with RankPool(2, backend="nccl", timeout=500.0) as pool:
-        yield pool
 
 
 def test_the_self_test_finds_and_names_every_leak_and_has_no_false_alarm(pair: RankPool) -> None:

@@ -31,21 +31,11 @@ OURS = {"AgRsAll2AllManager": All2AllManager, "CudaCommunicator": VariableRows}
 SOURCE = os.environ.get("ROCM_DP_VLLM_SOURCE", "")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        vllm_cases.gathers,
-        vllm_cases.gathers_lists,
-        vllm_cases.reduces,
-        vllm_cases.refusals,
-        vllm_cases.manager,
-    ],
-    ids=lambda case: case.__name__,
-)
+@pytest.mark.parametrize("case", vllm_cases.CALLS, ids=lambda case: case.__name__)
 def test_vllms_calls_give_what_its_description_says(
-    ranks: Callable[[int], RankPool], case: Callable[[int], None]
+    ranks: Callable[[int], RankPool], case: Callable[[int, int], None]
 ) -> None:
-    ranks(4).run(case)
+    ranks(4).run(case, 4)
 
 
 @pytest.mark.parametrize("path", FILES)
