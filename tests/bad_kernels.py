@@ -11,10 +11,12 @@ def spills(dst, src, BLOCK: tl.constexpr):
     a = tl.load(src + lane)
     b = tl.load(src + BLOCK + lane)
     c = tl.load(src + 2 * BLOCK + lane)
+    d = tl.load(src + 3 * BLOCK + lane)
     tl.debug_barrier()
     tl.store(dst + lane, a * b + c)
-    tl.store(dst + BLOCK + lane, a - b * c)
-    tl.store(dst + 2 * BLOCK + lane, a * c - b)
+    tl.store(dst + BLOCK + lane, b - c * d)
+    tl.store(dst + 2 * BLOCK + lane, c * d - a)
+    tl.store(dst + 3 * BLOCK + lane, d * a - b)
 
 
 @triton.jit(do_not_specialize=["start", "rows"])

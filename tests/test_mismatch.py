@@ -10,7 +10,6 @@ import torch
 from exchange_cases import H
 
 from rocm_dp import PaddingMode, Phase
-from rocm_dp.testing import run_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,16 +63,16 @@ def test_a_rank_that_calls_something_else_is_named_at_once(ranks: Ranks) -> None
         assert seconds < 5
 
 
-def test_a_rank_already_in_the_data_plane_is_named_in_bounded_time() -> None:
-    for kind, text, values, seconds in run_ranks(cases.gather_while_others_agree, 3, backend="gloo"):
+def test_a_rank_already_in_the_data_plane_is_named_in_bounded_time(ranks: Ranks) -> None:
+    for kind, text, values, seconds in ranks(3).run(cases.gather_while_others_agree):
         assert kind == "RankMismatchError"
         assert "agree(count=0" in text
         assert values[1] == "all_gather_v.gather"
         assert seconds < BOUND
 
 
-def test_a_rank_that_does_not_come_is_named_in_bounded_time() -> None:
-    answers = run_ranks(cases.one_rank_stays_away, 3, backend="gloo")
+def test_a_rank_that_does_not_come_is_named_in_bounded_time(ranks: Ranks) -> None:
+    answers = ranks(3).run(cases.one_rank_stays_away)
     for kind, text, values, seconds in answers[:2]:
         assert kind == "RankMismatchError"
         assert "rank 2: no answer" in text
@@ -107,8 +106,8 @@ def test_plans_that_differ_beyond_what_a_message_shows_are_refused_all_the_same(
         assert len(set(values.values())) == 2
 
 
-def test_a_lost_rank_is_known_to_every_exchange_on_the_groups() -> None:
-    lost, after, _ = run_ranks(cases.two_exchanges_lose_a_rank, 2, backend="gloo")[0]
+def test_a_lost_rank_is_known_to_every_exchange_on_the_groups(ranks: Ranks) -> None:
+    lost, after, _ = ranks(2).run(cases.two_exchanges_lose_a_rank)[0]
     assert lost[0] == "RankMismatchError"
     assert after[0] == "ClosedError"
     assert after[3] < 0.5
@@ -170,8 +169,8 @@ def test_borrowed_groups_carry_an_exchange_and_are_not_destroyed(ranks: Ranks) -
     assert ranks(4).run(cases.borrow_and_return) == [True] * 4
 
 
-def test_an_error_in_one_half_batch_reaches_every_rank_by_name() -> None:
-    raised, lost = run_ranks(cases.one_half_raises, 2, backend="gloo")
+def test_an_error_in_one_half_batch_reaches_every_rank_by_name(ranks: Ranks) -> None:
+    raised, lost = ranks(2).run(cases.one_half_raises)
     assert raised[:2] == ("RocmDpError", "the experts of rank 0 failed")
     assert lost[0] == "RankMismatchError"
     assert lost[3] < BOUND

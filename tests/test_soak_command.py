@@ -46,6 +46,11 @@ def leaked(ranks: Ranks) -> tuple[SoakLog, Outcome]:
     return soaked(ranks(2), replace(SMALL, inject="fd"))
 
 
+@pytest.fixture(scope="module")
+def leaked_page(leaked: tuple[SoakLog, Outcome]) -> str:
+    return page(*leaked)
+
+
 def shown(what: object) -> str:
     out = StringIO()
     Console(file=out, width=160).print(what)
@@ -86,11 +91,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag, f"{tag} is closed out of order"
 
 
-def test_the_page_shows_the_verdict_first_and_asks_nothing_of_any_other_place(
-    leaked: tuple[SoakLog, Outcome],
-) -> None:
-    text = page(*leaked)
-    read = Page(text)
+def test_the_page_shows_the_verdict_first_and_asks_nothing_of_any_other_place(leaked_page: str) -> None:
+    text, read = leaked_page, Page(leaked_page)
     assert read.order[:2] == ["verdict", "verdicts"]
     assert read.order[2:] == ["plot"] * len(read.images)
     assert not read.open
@@ -130,17 +132,16 @@ def opened(text: str, folder: Path) -> tuple[dict[str, float], list[str]]:
 
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium on the PATH")
 def test_a_browser_shows_the_verdict_without_scrolling_and_every_plot_and_asks_for_nothing(
-    leaked: tuple[SoakLog, Outcome], tmp_path: Path
+    leaked_page: str, tmp_path: Path
 ) -> None:
-    text = page(*leaked)
     for folder in ("ours", "asking"):
         (tmp_path / folder).mkdir()
-    shown, asked = opened(text, tmp_path / "ours")
+    shown, asked = opened(leaked_page, tmp_path / "ours")
     assert 0 < shown["verdict"] < shown["seen"]
     assert shown["drawn"] == shown["images"] > 5
     assert asked == []
     elsewhere = "http://127.0.0.1:9/plot.png"
-    shown, asked = opened(text.replace("<table", f'<img src="{elsewhere}"><table', 1), tmp_path / "asking")
+    shown, asked = opened(leaked_page.replace("<table", f'<img src="{elsewhere}"><table', 1), tmp_path / "asking")
     assert (shown["images"] - shown["drawn"], asked) == (1, [elsewhere])
 
 

@@ -63,8 +63,7 @@ def test_a_soak_with_attention_tp_sums_partial_rows_and_passes(ranks: Ranks) -> 
     "kind",
     [
         "buffer",
-        "shm",
-        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("event", "fd", "thread", "object")),
+        *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("event", "fd", "shm", "thread", "object")),
     ],
 )
 def test_a_leak_on_the_last_rank_is_found_there_and_named(ranks: Ranks, kind: str) -> None:
@@ -76,7 +75,9 @@ def test_a_leak_on_the_last_rank_is_found_there_and_named(ranks: Ranks, kind: st
     assert kind in outcome.headline
 
 
-@pytest.mark.parametrize(("kind", "counter"), [("rss", "rss"), ("latency", "latency.drift")])
+@pytest.mark.parametrize(
+    ("kind", "counter"), [("rss", "rss"), pytest.param("latency", "latency.drift", marks=pytest.mark.soak)]
+)
 def test_a_leak_of_memory_or_of_time_is_found(ranks: Ranks, kind: str, counter: str) -> None:
     # Longer than the others: time is shared with other tests, and may be short for seconds.
     _, outcome = soaked(ranks(2), replace(SMALL, steps=360, sample_every=9, inject=kind))

@@ -276,19 +276,24 @@ def test_the_first_real_error_wins_with_its_type_arguments_and_traceback(
 
 ONE_RANK: list[tuple[Callable[..., object], type[BaseException], str]] = [
     (cases.raise_picky, cases.PickyError, "^rank 0: picky$"),
-    (cases.raise_trace_error, TraceError, "^requests.jsonl, line 3: no counts$"),
     (cases.raise_sealed, cases.SealedError, "^what it says$"),
-    (cases.raise_locked, RocmDpError, "^rank 0: .*LockedError: what it says$"),
     (cases.raise_only_there, RocmDpError, "^rank 0: .*OnlyThereError: what it says$"),
     (cases.exit_quietly, RocmDpError, r"^rank 0 was left by SystemExit\(0\)$"),
-    (cases.interrupt, RocmDpError, r"^rank 0 was left by KeyboardInterrupt\(\)$"),
     (cases.skip, pytest.skip.Exception, "not on this machine"),
+]
+LIKE_THEM: list[tuple[Callable[..., object], type[BaseException], str]] = [
+    (cases.raise_trace_error, TraceError, "^requests.jsonl, line 3: no counts$"),
+    (cases.raise_locked, RocmDpError, "^rank 0: .*LockedError: what it says$"),
+    (cases.interrupt, RocmDpError, r"^rank 0 was left by KeyboardInterrupt\(\)$"),
     (cases.fail_outright, pytest.fail.Exception, "no good"),
 ]
 
 
 @pytest.mark.usefixtures("no_rank_left")
-@pytest.mark.parametrize(("fn", "kind", "said"), ONE_RANK)
+# Each takes a rank of its own: those that travel by the same way as another one with -m soak.
+@pytest.mark.parametrize(
+    ("fn", "kind", "said"), [*ONE_RANK, *(pytest.param(*case, marks=pytest.mark.soak) for case in LIKE_THEM)]
+)
 def test_an_error_arrives_as_itself_or_says_what_it_was(
     fn: Callable[..., object], kind: type[BaseException], said: str
 ) -> None:

@@ -103,6 +103,7 @@ def test_every_survivor_of_a_cut_is_told_within_the_timeout_and_ends(hosts: Host
     assert all_are_gone(hosts)
 
 
+@pytest.mark.soak
 def test_a_host_that_comes_late_is_waited_for(hosts: Hosts) -> None:
     early = start_north(hosts, "meet")
     wait_for("joining", early)

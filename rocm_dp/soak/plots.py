@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rocm_dp.soak.gates import Series, Verdict
 
 _INCHES = (3.0, 2.0)
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.5, 0.1, 0.3, 0.25  # inches around a panel, for its labels
 _DPI = 90
 _MOST_COLUMNS = 4
 _NEAR_LIMIT = 4  # a limit further away than so many times the highest value would flatten the series
@@ -28,8 +29,18 @@ def draw(series: Sequence[Series], verdicts: Sequence[Verdict]) -> bytes:
     figure_type, canvas = _matplotlib()
     columns = min(_MOST_COLUMNS, len(series))
     lines = -(-len(series) // columns)
-    figure = figure_type(figsize=(_INCHES[0] * columns, _INCHES[1] * lines), dpi=_DPI, layout="constrained")
+    width, height = _INCHES[0] * columns, _INCHES[1] * lines
+    figure = figure_type(figsize=(width, height), dpi=_DPI)
     canvas(figure)
+    # By hand: a layout engine draws everything twice.
+    figure.subplots_adjust(
+        left=_LEFT / width,
+        right=1 - _RIGHT / width,
+        top=1 - _TOP / height,
+        bottom=_BOTTOM / height,
+        wspace=(_LEFT + _RIGHT) / (_INCHES[0] - _LEFT - _RIGHT),
+        hspace=(_TOP + _BOTTOM) / (_INCHES[1] - _TOP - _BOTTOM),
+    )
     panels = figure.subplots(lines, columns, squeeze=False).flat
     for panel, one, verdict in zip(panels, series, verdicts, strict=False):
         _draw_rank(panel, one, verdict)
