@@ -13,6 +13,8 @@ RUN := $(BIN)/python -m
 
 # Else `import kernels` here finds our folder, not the package that other projects mean by it.
 export PYTHONSAFEPATH := 1
+# Ranks start by the hundred: each would compile anew what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 help: ## say what can be made (the default)
 	@sed -n 's/^\([a-z-]*\):[^#]*## /\1\t/p' $(MAKEFILE_LIST) | while IFS="$$(printf '\t')" read -r name what; do printf '  make %-11s %s\n' "$$name" "$$what"; done

@@ -178,9 +178,10 @@ def matrix(device: str) -> int:
         for count in EXTREMES
     ]
     moves += [
-        Move(verb, *shape, index=torch.int32)
+        Move(verb, *shape, torch.float8_e4m3fn, 2, offset, src_offset, torch.int32)
         for verb in ("write_rows", "place_rows", "read_rows")
         for shape in ((0, 0, 0, 0), (0, 4, 0, 0), (4, 0, 0, 0), (0, 4, 1, 2), (4, 0, 1, 2), (3, 3, 0, 3))
+        for offset, src_offset in ((0, 0), (1, 0), (0, 1))
     ]
     for move in moves:
         check_move(move, device)
