@@ -255,7 +255,7 @@ def _cut(dst: torch.Tensor, src: torch.Tensor) -> tuple[Shape, int]:
     """Return how memory is cut, and the vectors of one row."""
     row_bytes = math.prod(dst.shape[1:]) * dst.itemsize
     # The place in the storage too: without rows the address is 0, and torch views no odd place in wider units.
-    begins = [begin for one in (dst, src) for begin in (one.data_ptr(), one.storage_offset() * one.itemsize)]
+    begins = [begin for one in (dst, src) for begin in (one.data_ptr(), int(one.storage_offset()) * one.itemsize)]
     shape = shape_for(row_bytes, *begins)
     return shape, row_bytes // shape.vec_bytes
 
