@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rocm_dp.bench.timing import timing_event
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -34,7 +36,7 @@ def receive_bandwidth(world: int) -> float | None:
 
 
 def _copy_us(world: int) -> float:
-    copy, start, end = _copies(world), _event(), _event()
+    copy, start, end = _copies(world), timing_event(), timing_event()
     times: list[float] = []
     for _ in range(_WARM_UP + _REPEATS):
         copy(start, end)
@@ -61,7 +63,3 @@ def _copies(world: int) -> Callable[[torch.cuda.Event, torch.cuda.Event], None]:
         end.record()
 
     return copy
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

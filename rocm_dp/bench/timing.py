@@ -75,7 +75,7 @@ def call_times(call: Callable[[], object], device: torch.device, *, warmup: int,
 
     torch.cuda.synchronize()
     each = [us / _BATCH for us in _samples(batch, repeats=repeats)]
-    events = [_event() for _ in range(_BATCH + 1)]
+    events = [timing_event() for _ in range(_BATCH + 1)]
     return _times(each, [us for _ in range(repeats) for us in _device_marks(call, events)])
 
 
@@ -103,12 +103,13 @@ def _times(batches: Sequence[float], single: Sequence[float]) -> Times:
     return Times(quantile(batches, 0.1), statistics.median(batches), quantile(batches, 0.9), quantile(single, 0.99))
 
 
-def _event() -> torch.cuda.Event:
+def timing_event() -> torch.cuda.Event:
+    """Return an event of the current device that knows its time."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _samples(run: Callable[[], object], *, repeats: int) -> list[float]:
-    start, end = _event(), _event()
+    start, end = timing_event(), timing_event()
     times: list[float] = []
     for _ in range(repeats):
         start.record()
