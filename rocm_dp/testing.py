@@ -30,7 +30,8 @@ import torch
 
 from rocm_dp import testing_worker as worker
 from rocm_dp.errors import ClosedError, ConfigError, RocmDpError
-from rocm_dp.testing_crew import START_TIMEOUT, Crew, RankTraceback, Round, decode
+from rocm_dp.testing_crew import START_TIMEOUT, Crew, RankTraceback, Round
+from rocm_dp.testing_pickle import decode, encode_case
 from rocm_dp.testing_worker import note, rank_device
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def run_ranks(
 
     A :class:`RankPool` that is used once: see there for ``backend``, ``timeout`` (seconds) and the errors.
     """
-    case = worker.encode_case(fn, args)
+    case = encode_case(fn, args)
     with RankPool(world_size, backend=backend, timeout=timeout) as pool:
         return pool._run(case, timeout, None)
 
@@ -117,7 +118,7 @@ class RankPool:
         ConfigError (``fn`` or ``args`` that can't reach the ranks) and ClosedError leave them as they are.
         """
         seconds = self._timeout if timeout is None else _check_timeout(timeout)
-        return self._run(worker.encode_case(fn, args), seconds, on_note)
+        return self._run(encode_case(fn, args), seconds, on_note)
 
     def _run(self, case: bytes, timeout: float, on_note: Callable[[int, Any], object] | None) -> list[Any]:
         if self._closed:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_dp import testing_worker as worker
 from rocm_dp.errors import ConfigError, RankFailedError, RocmDpError
+from rocm_dp.testing_pickle import Failure, decode, revive
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,7 +211,7 @@ class Round:
         elif kind == worker.HELLO:
             rank.said_hello = True
         elif kind == worker.FAILURE:
-            failure = pickle.loads(body)
+            failure: Failure = decode(rank.index, body)
             error = _revive(rank.index, failure)
             self.problems[rank.index] = _Problem(rank.index, failure.stamp, error, failure.echo)
         elif kind == worker.NOTE and self.on_note is not None:
@@ -231,11 +231,11 @@ def _death(rank: _Rank) -> RocmDpError:
     return error
 
 
-def _revive(rank: int, failure: worker.Failure) -> BaseException:
+def _revive(rank: int, failure: Failure) -> BaseException:
     error: BaseException = RocmDpError(f"rank {rank}: {failure.summary}")
     if failure.error is not None:
         with contextlib.suppress(Exception):
-            error = worker.revive(failure.error)
+            error = revive(failure.error)
     if isinstance(error, (SystemExit, KeyboardInterrupt, GeneratorExit)):
         # Raised here, it would end the caller's own process, sys.exit(0) even with success.
         error = RocmDpError(f"rank {rank} was left by {error!r}")
@@ -274,11 +274,3 @@ def _stacks(ranks: Sequence[_Rank]) -> dict[int, str]:
 def _no_stack(rank: _Rank) -> str:
     why = "it does not react" if rank.said_hello else "it was still importing the main script or torch"
     return f"  (no stack: {why})"
-
-
-def decode(rank: int, body: bytes) -> Any:
-    """Unpickle what ``rank`` sent; RocmDpError when that fails here."""
-    try:
-        return pickle.loads(body)
-    except Exception as error:
-        raise RocmDpError(f"what rank {rank} sent can't be unpickled here: {error!r}") from error

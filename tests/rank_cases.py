@@ -71,7 +71,8 @@ def fail_after_closing(rank: int, bad: int) -> None:
 
 
 def fail_in_turn(rank: int) -> None:
-    time.sleep(0.1 if rank == 0 else 0)
+    dist.barrier()  # they come here as late as their imports take
+    time.sleep(0.3 if rank == 0 else 0)
     raise ValueError(f"from {rank}")
 
 

@@ -44,7 +44,8 @@ ROOMS = (
     ("kept_calls",),
     ("exchange",),
     ("overlap",),
-    ("workload", "testing_worker", "reference"),
+    ("workload", "testing_pickle", "reference"),
+    ("testing_worker",),
     ("testing_crew",),
     ("testing",),
     ("aot", "soak", "bench", "doctor", "validate", "demo", "integrations"),
@@ -61,7 +62,7 @@ LEAKS = {"record_stream", "wait_stream"}
 MAY_LEAK = {"rocm_dp.soak.hazards"}
 # What runs when it arrives. Ranks of one parent exchange pickles over its pipes, and nobody else may.
 RUNS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
-MAY_UNPICKLE = {"rocm_dp.testing_worker", "rocm_dp.testing_crew"}
+MAY_UNPICKLE = {"rocm_dp.testing_pickle"}
 SENDS_PICKLES = {
     *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
     *("send_object_list", "recv_object_list"),
@@ -371,7 +372,7 @@ BAD = (
     (check_no_leaking_calls, "rocm_dp.bench.timer", "wait = stream.wait_stream"),
     (check_no_leaking_calls, "rocm_dp.soak.rank", "x.record_stream(stream)"),
     (check_nothing_that_arrives_is_run, "rocm_dp.control", "import pickle"),
-    (check_nothing_that_arrives_is_run, "rocm_dp.testing", "from pickle import loads"),
+    (check_nothing_that_arrives_is_run, "rocm_dp.testing_crew", "from pickle import loads"),
     (check_nothing_that_arrives_is_run, "rocm_dp.control", "dist.all_gather_object(every, mine)"),
     (check_nothing_that_arrives_is_run, "rocm_dp.tuned", "table = torch.load(path)"),
     (check_files_are_written_by_files, "rocm_dp.demo.command", "path.write_text(text)"),
@@ -386,7 +387,7 @@ GOOD = (
     "rocm_dp.cli|import os\nfrom rocm_dp.soak import probe\nFLAG = os.environ",
     "rocm_dp.plan|TABLE = {1: 2}\ndef f(n): rows = [TABLE[n]]; rows.append(1); rows[0] = 2; return rows",
     "rocm_dp.soak.hazards|def f(t, s): t.record_stream(s)",
-    "rocm_dp.testing_crew|import pickle",
+    "rocm_dp.testing_pickle|import pickle",
     "rocm_dp.tuned|with path.open('rb') as file: json.loads(file.read(8))",
     "rocm_dp.files|path.write_text(text)",
 )
