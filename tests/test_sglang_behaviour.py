@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import TYPE_CHECKING
 
 import pytest
 import sglang_cases
+import torch
 from exchange_cases import Grid
 
 from rocm_dp.integrations.sglang import DpPaddingMode
+from rocm_dp.integrations.sglang.moves import _as_ints
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -79,3 +82,12 @@ def test_ranks_with_different_settings_are_told_which(ranks: Ranks) -> None:
 @pytest.mark.parametrize("fault", sglang_cases.FAULTS)
 def test_the_checks_see_a_layer_that_is_broken(ranks: Ranks, fault: str) -> None:
     ranks(4).run(sglang_cases.broken_on_purpose, fault)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.int64], ids=str)
+def test_rows_are_summed_as_integers_wherever_they_begin_and_without_rows_too(dtype: torch.dtype) -> None:
+    for number, width, begin in product((0, 3), (1, 2, 4, 7), range(4)):
+        rows = torch.ones(begin + number * width + 1).to(dtype)[begin : begin + number * width].view(number, width)
+        ints = _as_ints(rows)
+        assert ints.dtype in (torch.int32, torch.uint8)
+        assert torch.equal(ints.view(torch.uint8), rows.view(torch.uint8))

@@ -224,5 +224,7 @@ class Moves(StepState):
 
 
 def _as_ints(rows: torch.Tensor) -> torch.Tensor:
-    odd = rows.shape[1] * rows.itemsize % 4 or rows.data_ptr() % 4
+    # The place in the storage too: without rows the address is 0, and torch views no odd place in wider units.
+    begins = rows.data_ptr() | int(rows.storage_offset()) * rows.itemsize
+    odd = (rows.shape[1] * rows.itemsize | begins) % 4
     return rows.view(torch.uint8 if odd else torch.int32)
