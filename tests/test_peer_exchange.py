@@ -291,6 +291,7 @@ def test_addends_that_all_can_read_are_pulled_and_may_be_overwritten_at_once(
         assert 0 < epoch <= 2 * steps
 
 
+@pytest.mark.soak
 def test_a_rank_that_gives_up_is_the_one_named_and_lets_all_exchanges_of_the_groups_go(
     interpreted: Ranks,
 ) -> None:
