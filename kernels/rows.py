@@ -38,6 +38,7 @@ _THREADS = 128
 _BLOCK_BYTES = 4096
 _MAX_BLOCK = 1024  # units
 _MAX_GRID = 65535
+_MAX_ALIGN = 2**31  # sums of rounded counts stay within 64 bits
 _STATUS_WORDS = 3  # whether rows were dropped, and the two numbers that said so
 
 
@@ -183,8 +184,8 @@ def _repack(
         raise ValueError(
             f"{name} must hold an equal number of rows for each of {ranks} ranks, got {padded.shape[0]}"
         )
-    if align < 1:
-        raise ValueError(f"align must be at least 1, got {align}")
+    if not 1 <= align <= _MAX_ALIGN:
+        raise ValueError(f"align must be from 1 to {_MAX_ALIGN}, got {align}")
     size = padded.shape[0] // ranks
     _check_status(status, dst)
     if status is None and not dst.numel():

@@ -44,8 +44,10 @@ def checked_rows(
         )
     if tensor.is_conj() or tensor.is_neg():
         raise TensorError(f"{name} must be in memory as it reads, got a lazy conjugate or negative")
-    # A [N, 1] tensor may be contiguous with any stride in its last dimension, and then has no byte view.
-    return tensor.detach() if tensor.stride(1) == 1 else tensor.detach().reshape(-1).view(tensor.shape)
+    # A [1, 1] tensor is contiguous with any stride in its last dimension, and then has no byte view.
+    return (
+        tensor.detach() if tensor.stride(1) == 1 else tensor.detach().as_strided(tensor.shape, (tensor.shape[1], 1))
+    )
 
 
 def check_summed(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype] = SUMMED_DTYPES) -> None:

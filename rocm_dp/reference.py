@@ -83,4 +83,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two contiguous tensors agree in shape, dtype and every bit (NaN payloads and -0.0 too)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b)))
+    return torch.equal(
+        *(tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8) for tensor in (a, b))
+    )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
-import gc
 import multiprocessing
 import os
 import signal
@@ -120,8 +119,6 @@ def main(spec: RankSpec, conn: Connection, stacks: Connection) -> None:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # A quarter of a rank's time went into looking through all of torch for garbage at its end.
-        gc.freeze()
 
 
 def _end_with_parent(spec: RankSpec) -> None:

@@ -274,3 +274,9 @@ def test_another_shape_is_an_infinite_error_and_an_overflow_is_right_where_the_s
     large = torch.full((2, 3), 40000.0, dtype=torch.float16)
     assert sum_error(torch.full((2, 3), float("inf"), dtype=torch.float16), [large, large]) == 0
     assert sum_error(torch.full((2, 3), 65504.0, dtype=torch.float16), [large, large]) > 1
+
+
+def test_one_value_is_compared_whatever_its_stride_says() -> None:
+    one = torch.arange(8.0)[::4][:1]
+    assert same_bits(one, one.clone())
+    assert not same_bits(one, one + 1)

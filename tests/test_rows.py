@@ -79,6 +79,7 @@ def test_a_status_is_asked_later_and_cleared_by_the_answer() -> None:
         (lambda d, s: rows.compact_rows(d, s, counts=torch.tensor([1, 1, 1])), ValueError, "3 ranks, got 4"),
         (lambda d, s: rows.expand_rows(d, s, counts=torch.tensor([1, 1, 1])), ValueError, "3 ranks, got 4"),
         (lambda d, s: rows.compact_rows(d, s, counts=torch.tensor([1, 1]), align=0), ValueError, "align"),
+        (lambda d, s: rows.compact_rows(d, s, counts=torch.tensor([1, 1]), align=2**62), ValueError, "align"),
         (
             lambda d, s: rows.compact_rows(d, s, counts=torch.ones(2, 3, dtype=torch.int64)[:, 0]),
             ValueError,

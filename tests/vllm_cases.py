@@ -17,7 +17,7 @@ from rocm_dp.testing import rank_device
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-SIZES = ((3, 0, 2, 1), (0, 5, 0, 0), (2, 2, 2, 2), (0, 0, 0, 0))
+SIZES = ((3, 0, 2, 1), (1, 5, 0, 0), (0, 0, 0, 5), (2, 2, 2, 2), (0, 0, 0, 0))
 
 
 def sizes_for(world: int) -> list[list[int]]:
@@ -55,6 +55,14 @@ def gathers(rank: int, world: int) -> None:
                 assert torch.equal(got, torch.cat(parts, dim)), (rest, dim, sizes)
                 if len(set(sizes)) == 1:
                     assert torch.equal(rows.all_gatherv(parts[rank], dim), torch.cat(parts, dim))
+
+
+def gathers_columns(rank: int, world: int) -> None:
+    """A column of a wider tensor; of a single token it counts as contiguous, with the stride of its rows."""
+    with some_rows(rank, world) as rows:
+        for sizes in sizes_for(world):
+            columns = [part(r, (size, 8))[:, 0] for r, size in enumerate(sizes)]
+            assert torch.equal(rows.all_gatherv(columns[rank], 0, sizes), torch.cat(columns)), sizes
 
 
 def gathers_lists(rank: int, world: int) -> None:
@@ -180,4 +188,4 @@ def replayed(rank: int, world: int, replays: int) -> None:
         del graph
 
 
-CALLS = (gathers, gathers_lists, reduces, refusals, manager)
+CALLS = (gathers, gathers_columns, gathers_lists, reduces, refusals, manager)

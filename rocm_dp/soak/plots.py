@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rocm_dp.soak.gates import Series, Verdict
 
 _INCHES = (3.0, 2.0)
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.5, 0.1, 0.3, 0.25  # inches around a panel, for its labels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 0.1, 0.3, 0.25  # inches around a panel, for its labels
 _DPI = 90
 _MOST_COLUMNS = 4
 _NEAR_LIMIT = 4  # a limit further away than so many times the highest value would flatten the series
@@ -65,6 +65,7 @@ def _draw_rank(panel: Any, series: Series, verdict: Verdict) -> None:
         panel.axhline(verdict.limit, color="tab:orange", linewidth=1)
     panel.set_title(f"rank {series.rank}: {verdict.status.value}", fontsize=8)
     panel.tick_params(labelsize=6)
+    panel.ticklabel_format(axis="x", style="plain")  # a factor beside the axis has no room there
     panel.yaxis.offsetText.set_fontsize(6)
 
 
