@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rocm_dp.soak.gates import Series, Verdict
 
 _INCHES = (3.0, 2.0)
-_LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 0.1, 0.3, 0.25  # inches around a panel, for its labels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 0.6, 0.25, 0.3, 0.25  # inches around a panel, for its labels
 _DPI = 90
 _MOST_COLUMNS = 4
 _NEAR_LIMIT = 4  # a limit further away than so many times the highest value would flatten the series
