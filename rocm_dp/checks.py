@@ -45,9 +45,8 @@ def checked_rows(
     if tensor.is_conj() or tensor.is_neg():
         raise TensorError(f"{name} must be in memory as it reads, got a lazy conjugate or negative")
     # A [1, 1] tensor is contiguous with any stride in its last dimension, and then has no byte view.
-    return (
-        tensor.detach() if tensor.stride(1) == 1 else tensor.detach().as_strided(tensor.shape, (tensor.shape[1], 1))
-    )
+    found = tensor.detach()
+    return found if found.stride(1) == 1 else found.as_strided(found.shape, (found.shape[1], 1))
 
 
 def check_summed(name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype] = SUMMED_DTYPES) -> None:
